@@ -1,0 +1,10 @@
+"""Fused transformer building blocks for PyTorch in low precision."""
+
+from lowp import ops, recipe
+from lowp.errors import Unsupported
+from lowp.ops import compile_boundary
+from lowp.quantization import Quantized, autocast, current_recipe, quantize
+
+__version__ = "0.1.0"
+
+__all__ = ["Quantized", "Unsupported", "autocast", "compile_boundary", "current_recipe", "ops", "quantize", "recipe"]

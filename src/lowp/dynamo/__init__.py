@@ -1,0 +1,1 @@
+"""Operations as registered operators: what torch.compile sees of them."""

@@ -1,0 +1,155 @@
+"""Registered operators made of an argument dataclass, a real compute function and a fake one.
+
+    call = register_custom_op(name, args_type, compute, fake, results)
+    call(args) -> results       one node of a compiled graph
+
+`compute` and `fake` take the dataclass and return a flat tuple laid out as `results` says. Where a field is `Mutable`,
+two operators are registered: `name`, which changes nothing and is called when all mutable fields are None, and
+`name_inplace`. The second may return only plain tensors (functionalization refuses optional ones): there, an empty
+bool tensor stands for None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.dynamo.schema import ArgumentSchema, flatten_value, slot_count, unflatten_value
+from lowp.registration import register
+
+Results = tuple[str, ...]
+"""The layout of an operator's results: "tensor" and "tensor_or_quantized", each of which may be None, and, last, "list",
+any number of tensors."""
+
+_RESULT_KINDS = ("tensor", "tensor_or_quantized")
+
+
+def register_custom_op(
+    name: str,
+    args_type: type,
+    compute: Callable[[Any], tuple[Any, ...]],
+    fake: Callable[[Any], tuple[Any, ...]],
+    results: Results,
+    optional_fields: tuple[str, ...] = (),
+) -> Callable[[Any], tuple[Any, ...]]:
+    """Register `compute` as an operator of `lowp::` and return the function that calls it.
+
+    Args:
+        name: the operator's name.
+        args_type: dataclass of its arguments; see `lowp.dynamo.schema`.
+        compute: the real kernel, on every device.
+        fake: gives results of the right shape, dtype, strides and device.
+        results: layout of what both return.
+        optional_fields: tensor fields that may be None whatever their annotation says.
+
+    Raises:
+        TypeError: a field or the layout can't cross; names class and field.
+    """
+    schema = ArgumentSchema(args_type, optional_fields)
+    _check_results(name, results, mutable=bool(schema.mutable))
+    plain = _register_variant(name, schema, compute, fake, results, mutating=False)
+    inplace = plain
+    if schema.mutable:
+        inplace = _register_variant(f"{name}_inplace", schema, compute, fake, results, mutating=True)
+    mutable = schema.mutable
+    count = _result_slots(results)
+
+    def call(args: Any) -> tuple[Any, ...]:
+        flat = schema.flatten(args)
+        for field in mutable:
+            if getattr(args, field) is not None:
+                slots = [_absent_if_marker(slot) for slot in _as_slots(inplace(*flat), count)]
+                return _unflatten_results(slots, results)
+        return _unflatten_results(_as_slots(plain(*flat), count), results)
+
+    return call
+
+
+def _result_slots(results: Results) -> int:
+    return sum(1 if kind == "list" else slot_count(kind) for kind in results)
+
+
+def _as_slots(returned: Any, count: int) -> list[Any]:
+    """What an operator returned as a list: torch returns a single result bare, and no result as None."""
+    return list(returned) if count > 1 else [returned][:count]
+
+
+def _check_results(name: str, results: Results, *, mutable: bool) -> None:
+    for position, kind in enumerate(results):
+        last = position == len(results) - 1
+        if kind in _RESULT_KINDS or (kind == "list" and last and not mutable):
+            continue
+        raise TypeError(
+            f"{name}: result {position} can't be {kind!r}. Results are {_RESULT_KINDS}, and 'list' as the last one where"
+            " no field is Mutable."
+        )
+
+
+def _register_variant(
+    name: str, schema: ArgumentSchema, compute: Any, fake: Any, results: Results, *, mutating: bool
+) -> Callable[..., Any]:
+    def kernel_of(function: Callable[[Any], tuple[Any, ...]]) -> Callable[..., Any]:
+        def kernel(*flat: Any) -> Any:
+            values = _distinct(_flatten_results(name, function(schema.unflatten(flat)), results))
+            if mutating:
+                device = next(arg.device for arg in flat if isinstance(arg, Tensor))
+                values = [_marker(device) if value is None else value for value in values]
+            return tuple(values) if len(values) > 1 else (values or [None])[0]
+
+        return kernel
+
+    tensor = "Tensor" if mutating else "Tensor?"
+    declared = [tensor] * _result_slots(tuple(kind for kind in results if kind != "list"))
+    declared += ["Tensor[]"] * ("list" in results)
+    real = kernel_of(compute)
+    return register(
+        f"{name}({schema.declare(mutating=mutating)}) -> ({', '.join(declared)})",
+        ref=real,
+        launch=real,
+        allocate=kernel_of(fake),
+    )
+
+
+def _flatten_results(name: str, values: tuple[Any, ...], results: Results) -> list[Any]:
+    if len(values) != len(results):
+        raise RuntimeError(f"{name}: returned {len(values)} results where {len(results)} were declared.")
+    flat: list[Any] = []
+    for value, kind in zip(values, results, strict=True):
+        flat.extend([list(value)] if kind == "list" else flatten_value(value, kind))
+    return flat
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    """No tensor twice: an operator's results may not alias each other (both copies may share a scale)."""
+    seen: set[int] = set()
+    for position, value in enumerate(values):
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                values[position] = value.clone()
+            seen.add(id(value))
+    return values
+
+
+def _unflatten_results(flat: list[Any], results: Results) -> tuple[Any, ...]:
+    values: list[Any] = []
+    at = 0
+    for kind in results:
+        if kind == "list":
+            values.append(tuple(flat[at]))
+            at += 1
+        else:
+            count = slot_count(kind)
+            values.append(unflatten_value(flat[at : at + count], kind))
+            at += count
+    return tuple(values)
+
+
+def _marker(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.bool, device=device)
+
+
+def _absent_if_marker(value: Tensor) -> Tensor | None:
+    return None if value.dtype is torch.bool else value

@@ -1,0 +1,203 @@
+"""Argument dataclasses as operator schemas.
+
+A field's annotation decides how it crosses into a registered operator:
+
+    Tensor                      one slot                        Tensor x
+    Tensor | None               one slot                        Tensor? x
+    Mutable                     one slot, changed in place      Tensor(a!)? x
+    Quantized, Quantized | None four slots                      Tensor? x_row_data, ...
+    Tensor | Quantized          five slots, likewise with None  Tensor? x, Tensor? x_row_data, ...
+    Sizes                       one slot                        SymInt[] x
+    ProcessGroup, or None       one slot, its name              str? x
+    anything simple             a place in the value bundle     str bundle
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lowp.quantization import Quantized
+from lowp.torch_compat import process_group
+from lowp.values import Value, decode, encode
+
+_MUTABLE = "mutable"
+Mutable = Annotated[Tensor | None, _MUTABLE]
+"""A tensor, or None, that the operator changes in place."""
+
+Sizes = tuple[int, ...]
+"""Sizes that may be symbolic: they are never part of a constant."""
+
+_SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype)
+_COMPONENTS = Quantized._fields
+
+
+class Field(NamedTuple):
+    """One field of an argument dataclass.
+
+    Attributes:
+        name: the field's name.
+        kind: "tensor", "quantized", "tensor_or_quantized", "sizes", "group" or "simple".
+        optional: None is a value of it.
+        mutable: the operator changes it in place.
+    """
+
+    name: str
+    kind: str
+    optional: bool
+    mutable: bool
+
+
+class ArgumentSchema:
+    """How instances of one argument dataclass cross into a registered operator."""
+
+    def __init__(self, args_type: type, optional_fields: tuple[str, ...] = ()) -> None:
+        """Read the annotations of `args_type`.
+
+        Args:
+            args_type: the dataclass.
+            optional_fields: fields that may be None whatever their annotation says.
+
+        Raises:
+            TypeError: not a dataclass, or a field's type can't cross; names class and field.
+        """
+        if not dataclasses.is_dataclass(args_type):
+            raise TypeError(f"{args_type.__name__}: the arguments of a registered operation must be a dataclass.")
+        self.args_type = args_type
+        hints = typing.get_type_hints(args_type, include_extras=True)
+        fields = [_classify(args_type, f.name, hints[f.name]) for f in dataclasses.fields(args_type) if f.init]
+        unknown = set(optional_fields) - {f.name for f in fields}
+        if unknown:
+            raise TypeError(f"{args_type.__name__}: GRAD_OUTPUT_FIELDS names {sorted(unknown)}, which it doesn't have.")
+        fields = [f._replace(optional=f.optional or f.name in optional_fields) for f in fields]
+        self.slots = tuple(f for f in fields if f.kind != "simple")
+        self.simple = tuple(f for f in fields if f.kind == "simple")
+        self.mutable = tuple(f.name for f in fields if f.mutable)
+
+    def declare(self, *, mutating: bool) -> str:
+        """The operator's parameters, in schema language."""
+        declared: list[str] = []
+        aliases = iter("abcdefghijklmnopqrstuvwxyz")
+        for field in self.slots:
+            if field.kind == "sizes":
+                declared.append(f"SymInt[] {field.name}")
+            elif field.kind == "group":
+                declared.append(f"str? {field.name}")
+            elif field.kind == "tensor":
+                alias = f"({next(aliases)}!)" if field.mutable and mutating else ""
+                declared.append(f"Tensor{alias}{'?' if field.optional else ''} {field.name}")
+            else:
+                if field.kind == "tensor_or_quantized":
+                    declared.append(f"Tensor? {field.name}")
+                declared.extend(f"Tensor? {field.name}_{component}" for component in _COMPONENTS)
+        return ", ".join([*declared, "str bundle"])
+
+    def flatten(self, args: Any) -> list[Any]:
+        """An instance as the operator's arguments. Runs in traced code."""
+        flat: list[Any] = []
+        for field in self.slots:
+            value = getattr(args, field.name)
+            if field.kind == "sizes":
+                flat.append(list(value))
+            elif field.kind == "group":
+                flat.append(None if value is None else value.group_name)
+            elif field.kind == "tensor":
+                flat.append(value)
+            else:
+                flat.extend(flatten_value(value, field.kind))
+        pairs = [f'"{f.name}":' + encode(getattr(args, f.name), self.args_type, f.name) for f in self.simple]
+        return [*flat, '{"dict":{' + ",".join(pairs) + "}}"]
+
+    def unflatten(self, flat: tuple[Any, ...]) -> Any:
+        """The operator's arguments as an instance."""
+        values = dict(decode(flat[-1]))
+        at = 0
+        for field in self.slots:
+            if field.kind in ("quantized", "tensor_or_quantized"):
+                count = slot_count(field.kind)
+                values[field.name] = unflatten_value(flat[at : at + count], field.kind)
+                at += count
+                continue
+            value = flat[at]
+            at += 1
+            if field.kind == "sizes":
+                value = tuple(value)
+            elif field.kind == "group" and value is not None:
+                value = process_group(value)
+            values[field.name] = value
+        return self.args_type(**values)
+
+
+def slot_count(kind: str) -> int:
+    """How many tensors a value of this kind has."""
+    return {"tensor": 1, "quantized": len(_COMPONENTS), "tensor_or_quantized": 1 + len(_COMPONENTS)}[kind]
+
+
+def flatten_value(value: Tensor | Quantized | None, kind: str) -> list[Tensor | None]:
+    """A tensor or quantized matrix as its slots. Runs in traced code."""
+    quantized = isinstance(value, Quantized)
+    components: list[Tensor | None] = [*value] if quantized else [None] * len(_COMPONENTS)
+    if kind == "quantized":
+        return components
+    plain = [None if quantized else value]
+    return plain if kind == "tensor" else [*plain, *components]
+
+
+def unflatten_value(slots: typing.Sequence[Tensor | None], kind: str) -> Tensor | Quantized | None:
+    """The inverse of `flatten_value`. Runs in traced code."""
+    if kind == "tensor":
+        return slots[0]
+    if kind == "tensor_or_quantized":
+        if slots[0] is not None:
+            return slots[0]
+        slots = slots[1:]
+    absent = [component is None for component in slots]
+    return None if all(absent) else Quantized(*slots)
+
+
+def _classify(owner: type, name: str, hint: Any) -> Field:
+    mutable = False
+    if typing.get_origin(hint) is Annotated:
+        hint, *notes = typing.get_args(hint)
+        mutable = _MUTABLE in notes
+    if hint == Sizes:
+        return Field(name, "sizes", False, False)
+    members = set(typing.get_args(hint)) if _is_union(hint) else {hint}
+    optional = type(None) in members
+    members -= {type(None)}
+    kinds = {frozenset({Tensor}): "tensor", frozenset({Quantized}): "quantized", frozenset({ProcessGroup}): "group"}
+    kinds[frozenset({Tensor, Quantized})] = "tensor_or_quantized"
+    kind = kinds.get(frozenset(members))
+    if kind is not None:
+        return Field(name, kind, optional, mutable)
+    if all(_is_simple(member) for member in members):
+        return Field(name, "simple", optional, False)
+    raise TypeError(
+        f"{owner.__name__}.{name}: {hint} can't cross into a registered operator. Use Tensor, Quantized, Mutable, Sizes,"
+        " ProcessGroup, None, bool, int, float, str, torch.dtype, an enum, a frozen lowp Value, or tuples or"
+        " Dict[str, ...] of these."
+    )
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _is_simple(hint: Any) -> bool:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if _is_union(hint):
+        return all(_is_simple(member) for member in members)
+    if origin is typing.Literal:
+        return all(isinstance(member, _SIMPLE_TYPES) for member in members)
+    if origin is dict:
+        return members[0] is str and _is_simple(members[1])
+    if origin is tuple:
+        return all(member is Ellipsis or _is_simple(member) for member in members)
+    return hint in _SIMPLE_TYPES or (isinstance(hint, type) and issubclass(hint, (enum.Enum, Value)))

@@ -1,0 +1,48 @@
+"""Errors that name the operation, the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class Unsupported(NotImplementedError):
+    """A valid request that this build, device or torch version cannot carry out."""
+
+
+_NOTHING = object()
+
+
+def message(op: str, rule: str, got: object = _NOTHING, hint: str = "") -> str:
+    """`op: rule, got X. Hint.`"""
+    text = f"{op}: {rule}"
+    if got is not _NOTHING:
+        text += f", got {got}"
+    return f"{text}. {hint}".rstrip()
+
+
+def require(
+    condition: bool,
+    op: str,
+    rule: str,
+    *,
+    got: object = _NOTHING,
+    hint: str = "",
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise `error` with a full message unless `condition` holds.
+
+    Args:
+        condition: the rule's outcome.
+        op: the operation that the user called.
+        rule: what must hold, as a phrase.
+        got: the offending value.
+        hint: what to do about it, as a sentence.
+        error: the exception's class.
+    """
+    if not condition:
+        raise error(message(op, rule, got, hint))
+
+
+def unreachable(op: str, detail: str) -> NoReturn:
+    """A bug of ours, not of the caller's."""
+    raise AssertionError(message(op, detail, hint="Please report this as a bug in lowp."))

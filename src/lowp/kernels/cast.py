@@ -1,0 +1,347 @@
+"""Cast with one scale for the tensor: FP8 data for GEMMs, from the tensor's amax.
+
+    amax = max(max_P amax_P, amax_epsilon)
+    multiplier = fmt.max / amax     (1 where amax is 0; at most the largest fp32; power_2_scale: mantissa cleared)
+    q = saturate(x * multiplier), to nearest even       scale = 1 / multiplier
+    row_data[m, k] = q_MK       column_data[k, m] = q_MK       bias_grad_K = sum_M x_MK
+
+All in fp32 with IEEE division. NaN becomes `NAN_CODE`; Inf stays Inf where the format has it, else becomes NaN: what
+is not finite stays visible, and the rest keeps the scale of the finite elements.
+
+Shape legend: M = rows (tokens), K = features, P = parts of amax, K16 and M16 = K and M rounded up to a multiple of 16.
+The last axis of both copies is a GEMM's contraction axis: it is padded with zeros to the multiple that the GEMM needs.
+Source: OCP 8-bit Floating Point Specification (OFP8), rev 1.0; current scaling of NVIDIA Transformer Engine 2.20.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import require
+from lowp.formats import HIGH_PRECISION, NAN_CODE, ElementFormat
+from lowp.kernels._triton import jit, tl, triton
+from lowp.kernels.bias_grad import SUMS, TILES, allocate_partial, bias_grad_ref, fold, total_launch
+from lowp.quantizers import Float8CurrentScalingQuantizer
+from lowp.registration import register
+from lowp.values import decode
+
+CONTRACTION_ALIGNMENT = 16
+"""FP8 GEMMs want rows of a multiple of 16 bytes along the contraction axis (cuBLAS, torch._scaled_mm)."""
+
+
+def cast(
+    x_MK: Tensor, amax_P: Tensor, quantizer: Float8CurrentScalingQuantizer, *, row: bool = True, column: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Quantize `x_MK` with one scale.
+
+    Args:
+        x_MK: `[M, K]` bf16 | fp16 | fp32, any strides.
+        amax_P: any shape, not empty, fp32, finite and >= 0; its maximum is amax, which may be that of more than `x_MK`.
+        quantizer: element format and rule of the scale.
+        row: whether to write `row_data`.
+        column: whether to write `column_data`.
+
+    Returns:
+        row_data: `[M, K16]` `quantizer.fmt.dtype`, or None.
+        column_data: `[K, M16]` `quantizer.fmt.dtype`, the transpose, or None.
+        scale: `[]` fp32; multiply to dequantize.
+
+    Raises:
+        ValueError: `x_MK` is not 2-D; `amax_P` is empty; neither `row` nor `column`.
+        TypeError: a dtype or the quantizer is another.
+    """
+    _check("cast", x_MK, amax_P, quantizer, row, column)
+    return _cast(x_MK, amax_P, quantizer.bundle, row, column)
+
+
+def cast_bias_grad(
+    x_MK: Tensor,
+    amax_P: Tensor,
+    quantizer: Float8CurrentScalingQuantizer,
+    *,
+    row: bool = True,
+    column: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Quantize an output gradient and sum its rows in one pass.
+
+    Args:
+        x_MK: as for `cast`.
+        amax_P: as for `cast`.
+        quantizer: as for `cast`.
+        row: as for `cast`.
+        column: as for `cast`.
+        dtype: bf16 | fp16 | fp32 of the bias gradient; that of `x_MK` by default.
+
+    Returns:
+        row_data, column_data, scale: as from `cast`.
+        bias_grad_K: `[K]` `dtype`, the bits that `lowp.kernels.bias_grad.bias_grad` gives.
+
+    Raises:
+        ValueError: as for `cast`.
+        TypeError: as for `cast`, or `dtype` is another.
+    """
+    op = "cast_bias_grad"
+    dtype = dtype or x_MK.dtype
+    _check(op, x_MK, amax_P, quantizer, row, column)
+    require(dtype in HIGH_PRECISION, op, f"dtype must be one of {HIGH_PRECISION}", got=dtype, error=TypeError)
+    return _cast_bias_grad(x_MK, amax_P, quantizer.bundle, row, column, dtype)
+
+
+def _check(op: str, x_MK: Tensor, amax_P: Tensor, quantizer: Any, row: bool, column: bool) -> None:
+    name = "Float8CurrentScalingQuantizer"
+    is_quantizer = isinstance(quantizer, Float8CurrentScalingQuantizer)
+    require(is_quantizer, op, f"quantizer must be a {name}", got=type(quantizer).__name__, error=TypeError)
+    require(
+        x_MK.ndim == 2,
+        op,
+        "x_MK must be 2-D",
+        got=tuple(x_MK.shape),
+        hint="Flatten leading dimensions with x.flatten(0, -2).",
+    )
+    require(x_MK.dtype in HIGH_PRECISION, op, f"x_MK must be one of {HIGH_PRECISION}", got=x_MK.dtype, error=TypeError)
+    require(amax_P.dtype == torch.float32, op, "amax_P must be fp32", got=amax_P.dtype, error=TypeError)
+    require(amax_P.numel() > 0, op, "amax_P must not be empty", got=tuple(amax_P.shape))
+    require(row or column, op, "row or column must be True", hint="Ask for the copies that you need.")
+
+
+def pad_contraction(size: int) -> int:
+    """The size of a contraction axis in FP8 data: `size` rounded up to the alignment of FP8 GEMMs."""
+    return (size + CONTRACTION_ALIGNMENT - 1) // CONTRACTION_ALIGNMENT * CONTRACTION_ALIGNMENT
+
+
+def _cast_ref(
+    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The formula, line by line."""
+    spec: Float8CurrentScalingQuantizer = decode(quantizer)
+    multiplier = _multiplier_ref(amax_P, spec)
+    codes_MK = _encode_ref(x_MK, multiplier, spec.fmt)
+    row_data, column_data, scale = _cast_allocate(x_MK, amax_P, quantizer, row, column)
+    for data, codes in ((row_data, codes_MK), (column_data, codes_MK.t())):
+        if data is not None:
+            padded = data.view(torch.uint8)
+            padded[:, : codes.shape[1]] = codes
+            padded[:, codes.shape[1] :] = 0
+    return row_data, column_data, scale.fill_(1.0).div_(multiplier)
+
+
+def _multiplier_ref(amax_P: Tensor, spec: Float8CurrentScalingQuantizer) -> Tensor:
+    """The multiplier, 0-d; full_like, because torch takes number / tensor as number * reciprocal."""
+    amax = amax_P.max().clamp(min=spec.amax_epsilon)
+    multiplier = torch.full_like(amax, spec.fmt.max) / amax
+    multiplier = torch.where(amax == 0, 1.0, multiplier).clamp(max=torch.finfo(torch.float32).max)
+    if spec.power_2_scale:
+        multiplier = (multiplier.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return multiplier
+
+
+def _encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
+    """The codes of `x * multiplier`, as uint8."""
+    scaled = x.float() * multiplier
+    codes = scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    codes = torch.where(x.isnan(), NAN_CODE, codes)
+    if fmt.inf_code is None:
+        return torch.where(x.isinf(), NAN_CODE, codes)
+    return torch.where(x.isinf(), fmt.inf_code | x.signbit().to(torch.uint8) << 7, codes)
+
+
+def _cast_bias_grad_ref(
+    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """The two operations, one after the other."""
+    return *_cast_ref(x_MK, amax_P, quantizer, row, column), bias_grad_ref(x_MK, dtype)
+
+
+@jit
+def _load_multiplier(amax_ptr, P, epsilon, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, BLOCK_P: tl.constexpr):
+    amax_P = tl.zeros([BLOCK_P], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        amax_P = tl.maximum(amax_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
+    amax = tl.maximum(tl.max(amax_P), epsilon)
+    multiplier = tl.where(amax == 0.0, 1.0, tl.div_rn(FMT_MAX, amax))
+    multiplier = tl.minimum(multiplier, 3.4028234663852886e38)
+    if POWER_2:
+        multiplier = (multiplier.to(tl.int32, bitcast=True) & ~0x7FFFFF).to(tl.float32, bitcast=True)
+    return multiplier
+
+
+@jit
+def _encode(x, multiplier, FP8: tl.constexpr, FMT_MAX: tl.constexpr):
+    """The FP8 elements of `x * multiplier`; comparisons, since min and max that keep NaN break transposed stores."""
+    y = tl.clamp(x * multiplier, -FMT_MAX, FMT_MAX)
+    if FP8 == tl.float8e5:
+        y = tl.where(x == x, y, x)
+        codes = y.to(FP8).to(tl.uint8, bitcast=True)
+        return (codes + (tl.abs(x) == float("inf")).to(tl.uint8)).to(FP8, bitcast=True)
+    return (y + x * 0.0).to(FP8)
+
+
+@jit
+def _cast_kernel(
+    x_ptr,
+    amax_ptr,
+    row_ptr,
+    column_ptr,
+    scale_ptr,
+    partial_ptr,
+    M,
+    K,
+    M_padded,
+    K_padded,
+    stride_m,
+    stride_k,
+    P,
+    epsilon,
+    FMT_MAX: tl.constexpr,
+    POWER_2: tl.constexpr,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tiles_k = tl.maximum(tl.cdiv(K_padded, BLOCK_K), 1)
+    strip = program // tiles_k  # a program casts TILES tiles, one below the other
+    k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    m = strip * TILES * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    x_next = tl.load(x_ptr + m * stride_m + k * stride_k, mask=(m < M) & (k < K), other=0.0)
+    multiplier = _load_multiplier(amax_ptr, P, epsilon, FMT_MAX, POWER_2, BLOCK_P)
+    if program == 0:
+        tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
+    sums = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for tile in range(TILES):
+        x = x_next.to(tl.float32)
+        if TILES > 1:
+            below = m + BLOCK_M
+            present = (below < M) & (k < K) & (tile + 1 < TILES)
+            x_next = tl.load(x_ptr + below * stride_m + k * stride_k, mask=present, other=0.0)
+        q = _encode(x, multiplier, row_ptr.dtype.element_ty, FMT_MAX)
+        if ROW:
+            tl.store(row_ptr + m * K_padded + k, q, mask=(m < M) & (k < K_padded))
+        if COLUMN:
+            tl.store(column_ptr + tl.trans(k * M_padded + m), tl.trans(q), mask=tl.trans((k < K) & (m < M_padded)))
+        if BIAS:
+            sums += x
+        m += BLOCK_M
+    if BIAS:
+        tl.store(partial_ptr + strip * K + k, fold(sums), mask=(strip * TILES * BLOCK_M < M) & (k < K))
+
+
+class Config(NamedTuple):
+    """Launch parameters of `_cast_kernel`."""
+
+    block_m: int
+    block_k: int
+    tiles: int
+    num_warps: int
+
+
+ROW_ONLY = Config(block_m=64, block_k=128, tiles=1, num_warps=4)
+WITH_COLUMN = Config(block_m=128, block_k=64, tiles=1, num_warps=4)
+WITH_BIAS_GRAD = Config(block_m=SUMS, block_k=128, tiles=TILES, num_warps=8)
+BLOCK_P = 1024
+
+
+def _launch(
+    x_MK: Tensor,
+    amax_P: Tensor,
+    quantizer: str,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor],
+    partial_GK: Tensor | None,
+    config: Config,
+) -> None:
+    row_data, column_data, scale = outputs
+    spec: Float8CurrentScalingQuantizer = decode(quantizer)
+    M, K = x_MK.shape
+    M_padded, K_padded = pad_contraction(M), pad_contraction(K)
+    block_m, block_k, tiles, num_warps = config
+    programs = triton.cdiv(M_padded, block_m * tiles) * triton.cdiv(K_padded, block_k)
+    _cast_kernel[(max(programs, 1),)](  # the scale is written even where there is no data
+        x_MK,
+        amax_P.contiguous(),
+        column_data if row_data is None else row_data,
+        column_data,
+        scale,
+        partial_GK,
+        M,
+        K,
+        M_padded,
+        K_padded,
+        *x_MK.stride(),
+        amax_P.numel(),
+        spec.amax_epsilon,
+        spec.fmt.max,
+        spec.power_2_scale,
+        row_data is not None,
+        column_data is not None,
+        partial_GK is not None,
+        block_m,
+        block_k,
+        tiles,
+        BLOCK_P,
+        num_warps=num_warps,
+    )
+
+
+def _cast_launch(
+    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool, config: Config | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    outputs = _cast_allocate(x_MK, amax_P, quantizer, row, column)
+    _launch(x_MK, amax_P, quantizer, outputs, None, config or (WITH_COLUMN if column else ROW_ONLY))
+    return outputs
+
+
+def _cast_bias_grad_launch(
+    x_MK: Tensor,
+    amax_P: Tensor,
+    quantizer: str,
+    row: bool,
+    column: bool,
+    dtype: torch.dtype,
+    config: Config = WITH_BIAS_GRAD,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    outputs = _cast_allocate(x_MK, amax_P, quantizer, row, column)
+    partial_GK = allocate_partial(x_MK)
+    _launch(x_MK, amax_P, quantizer, outputs, partial_GK, config)
+    return *outputs, total_launch(partial_GK, dtype)
+
+
+def _cast_allocate(
+    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    M, K = x_MK.shape
+    dtype = decode(quantizer).fmt.dtype
+    row_data = x_MK.new_empty(M, pad_contraction(K), dtype=dtype) if row else None
+    column_data = x_MK.new_empty(K, pad_contraction(M), dtype=dtype) if column else None
+    return row_data, column_data, x_MK.new_empty((), dtype=torch.float32)
+
+
+def _cast_bias_grad_allocate(
+    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    outputs = _cast_allocate(x_MK, amax_P, quantizer, row, column)
+    return *outputs, x_MK.new_empty(x_MK.shape[1], dtype=dtype)
+
+
+_cast = register(
+    "cast(Tensor x, Tensor amax, str quantizer, bool row, bool column)"
+    " -> (Tensor? row_data, Tensor? column_data, Tensor scale)",
+    ref=_cast_ref,
+    launch=_cast_launch,
+    allocate=_cast_allocate,
+)
+_cast_bias_grad = register(
+    "cast_bias_grad(Tensor x, Tensor amax, str quantizer, bool row, bool column, ScalarType dtype)"
+    " -> (Tensor? row_data, Tensor? column_data, Tensor scale, Tensor bias_grad)",
+    ref=_cast_bias_grad_ref,
+    launch=_cast_bias_grad_launch,
+    allocate=_cast_bias_grad_allocate,
+)

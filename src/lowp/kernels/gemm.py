@@ -1,0 +1,291 @@
+"""Matrix products of quantized and of high-precision operands, to a new tensor or into an existing one.
+
+    scaled_gemm       y_MN = (a_MC * scale_a) @ (b_NC * scale_b).T + bias_N
+    scaled_gemm_into  out_MN (+)= (a_MC * scale_a) @ (b_NC * scale_b).T
+    gemm              y_MN = a_MC @ b_NC.T + bias_N
+    gemm_into         out_MN (+)= a_MC @ b_NC.T
+
+Shape legend: M, N = axes of the result, C = contraction axis, the last one of both operands. Sums are in fp32 and are
+rounded once, bias and previous value included. Quantized operands are row-major and their C is padded with zeros to
+`CONTRACTION_ALIGNMENT`: Hopper's FP8 tensor cores take nothing else. High-precision operands may have any strides.
+Source: torch._scaled_mm, torch.addmm (cuBLASLt).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.errors import require
+from lowp.formats import HIGH_PRECISION, ElementFormat
+from lowp.kernels.cast import pad_contraction
+from lowp.registration import register
+
+FP8_DTYPES = tuple(fmt.dtype for fmt in ElementFormat)
+
+
+def scaled_gemm(
+    a_MC: Tensor,
+    scale_a: Tensor,
+    b_NC: Tensor,
+    scale_b: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """Multiply two FP8 operands.
+
+    Args:
+        a_MC: `[M, C]` fp8, row-major, C a multiple of 16.
+        scale_a: fp32, one element; multiplies to dequantize `a_MC`.
+        b_NC: `[N, C]` fp8, row-major.
+        scale_b: fp32, one element; multiplies to dequantize `b_NC`.
+        bias_N: `[N]`, added before the result is rounded; None: no bias.
+        dtype: fp32 | bf16 | fp16, of the result.
+        fast_accumulation: keep partial sums in the tensor core (about 14 bits) instead of adding them in fp32.
+
+    Returns:
+        y_MN: `[M, N]` `dtype`, row-major.
+
+    Raises:
+        ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take.
+    """
+    _check_scaled("scaled_gemm", a_MC, b_NC, dtype)
+    require(
+        bias_N is None or bias_N.shape == (b_NC.shape[0],),
+        "scaled_gemm",
+        "bias_N must have one element for each row of b_NC",
+        got=None if bias_N is None else tuple(bias_N.shape),
+    )
+    return _scaled_gemm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation)
+
+
+def scaled_gemm_into(
+    a_MC: Tensor,
+    scale_a: Tensor,
+    b_NC: Tensor,
+    scale_b: Tensor,
+    out_MN: Tensor,
+    *,
+    fast_accumulation: bool,
+    accumulate: bool,
+) -> None:
+    """Multiply two FP8 operands into `out_MN`, as `scaled_gemm` does.
+
+    Args:
+        a_MC: `[M, C]` fp8, row-major, C a multiple of 16.
+        scale_a: fp32, one element.
+        b_NC: `[N, C]` fp8, row-major.
+        scale_b: fp32, one element.
+        out_MN: `[M, N]` fp32 | bf16 | fp16; changed in place.
+        fast_accumulation: keep partial sums in the tensor core.
+        accumulate: add to `out_MN` instead of overwriting it.
+
+    Raises:
+        ValueError: as `scaled_gemm`; or `out_MN` has another shape.
+    """
+    _check_scaled("scaled_gemm_into", a_MC, b_NC, out_MN.dtype)
+    _check_out("scaled_gemm_into", a_MC, b_NC, out_MN)
+    _scaled_gemm_into(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate)
+
+
+def gemm(a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+    """Multiply two high-precision operands.
+
+    Args:
+        a_MC: `[M, C]`, any strides.
+        b_NC: `[N, C]`, the dtype of `a_MC`, any strides.
+        bias_N: `[N]`, added before the result is rounded; None: no bias.
+        dtype: dtype of the result.
+
+    Returns:
+        y_MN: `[M, N]` `dtype`, row-major.
+
+    Raises:
+        ValueError: the operands don't fit each other.
+    """
+    _check_shapes("gemm", a_MC, b_NC)
+    return _gemm(a_MC, b_NC, bias_N, dtype)
+
+
+def gemm_into(a_MC: Tensor, b_NC: Tensor, out_MN: Tensor, *, accumulate: bool) -> None:
+    """Multiply two high-precision operands into `out_MN`, as `gemm` does.
+
+    Args:
+        a_MC: `[M, C]`, any strides.
+        b_NC: `[N, C]`, the dtype of `a_MC`, any strides.
+        out_MN: `[M, N]`, any dtype; changed in place.
+        accumulate: add to `out_MN` instead of overwriting it.
+
+    Raises:
+        ValueError: the operands don't fit each other or `out_MN`.
+    """
+    _check_shapes("gemm_into", a_MC, b_NC)
+    _check_out("gemm_into", a_MC, b_NC, out_MN)
+    _gemm_into(a_MC, b_NC, out_MN, accumulate)
+
+
+def _check_shapes(op: str, a_MC: Tensor, b_NC: Tensor) -> None:
+    require(
+        a_MC.ndim == 2 and b_NC.ndim == 2 and a_MC.shape[1] == b_NC.shape[1],
+        op,
+        "operands must be [M, C] and [N, C]",
+        got=(tuple(a_MC.shape), tuple(b_NC.shape)),
+    )
+
+
+def _check_scaled(op: str, a_MC: Tensor, b_NC: Tensor, dtype: torch.dtype) -> None:
+    _check_shapes(op, a_MC, b_NC)
+    for x in (a_MC, b_NC):
+        require(x.dtype in FP8_DTYPES, op, "operands must be fp8", got=x.dtype)
+        require(x.is_contiguous(), op, "operands must be row-major", got=f"strides {x.stride()}")
+    require(
+        a_MC.shape[1] == pad_contraction(a_MC.shape[1]),
+        op,
+        "the contraction axis must be padded to a multiple of 16",
+        got=a_MC.shape[1],
+        hint="lowp.kernels.cast pads it.",
+    )
+    require(dtype in HIGH_PRECISION, op, "the result must be fp32, bf16 or fp16", got=dtype)
+
+
+def _check_out(op: str, a_MC: Tensor, b_NC: Tensor, out_MN: Tensor) -> None:
+    require(
+        out_MN.shape == (a_MC.shape[0], b_NC.shape[0]),
+        op,
+        "out_MN must be [M, N]",
+        got=tuple(out_MN.shape),
+        hint=f"The product is [{a_MC.shape[0]}, {b_NC.shape[0]}].",
+    )
+
+
+# ---- references: CPU kernels. torch._scaled_mm on a CPU is 1000 times slower and returns garbage for C = 0.
+
+
+def _product_ref(a_MC: Tensor, b_NC: Tensor) -> Tensor:
+    wide = torch.promote_types(a_MC.dtype, torch.float32) if a_MC.dtype not in FP8_DTYPES else torch.float32
+    return a_MC.to(wide) @ b_NC.to(wide).t()
+
+
+def _scaled_gemm_ref(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+    y_MN = _product_ref(a_MC, b_NC) * (scale_a * scale_b)
+    return (y_MN if bias_N is None else y_MN + bias_N).to(dtype)
+
+
+def _scaled_gemm_into_ref(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate):
+    _store_ref(_product_ref(a_MC, b_NC) * (scale_a * scale_b), out_MN, accumulate)
+
+
+def _gemm_ref(a_MC, b_NC, bias_N, dtype):
+    if a_MC.dtype == dtype:
+        return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
+    y_MN = _product_ref(a_MC, b_NC)
+    return (y_MN if bias_N is None else y_MN + bias_N).to(dtype)
+
+
+def _gemm_into_ref(a_MC, b_NC, out_MN, accumulate):
+    _store_ref(_product_ref(a_MC, b_NC), out_MN, accumulate)
+
+
+def _store_ref(y_MN, out_MN, accumulate):
+    if accumulate:
+        out_MN.add_(y_MN)
+    else:
+        out_MN.copy_(y_MN)
+
+
+# ---- CUDA: torch's own GEMMs.
+
+
+def _scaled_mm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+    M, N = a_MC.shape[0], b_NC.shape[0]
+    if M == 0 or N == 0 or a_MC.shape[1] == 0:
+        y_MN = torch.zeros(M, N, dtype=dtype, device=a_MC.device)
+        return y_MN if bias_N is None else y_MN + bias_N
+    padding = pad_contraction(N) - N
+    if padding:  # cuBLASLt takes multiples of 16 only
+        b_NC = F.pad(b_NC.view(torch.uint8), (0, 0, 0, padding)).view(b_NC.dtype)
+        bias_N = None if bias_N is None else F.pad(bias_N, (0, padding))
+    epilogue = bias_N is not None and dtype != torch.float32  # cuBLASLt has no bias for fp32 results
+    y_MN = torch._scaled_mm(
+        a_MC,
+        b_NC.t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=bias_N.to(dtype) if epilogue else None,
+        out_dtype=dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    if bias_N is not None and not epilogue:
+        y_MN += bias_N
+    return y_MN[:, :N].contiguous() if padding else y_MN
+
+
+def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+    return _scaled_mm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation)
+
+
+def _scaled_gemm_into_launch(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate):
+    dtype = torch.float32 if accumulate else out_MN.dtype
+    _store_ref(_scaled_mm(a_MC, scale_a, b_NC, scale_b, None, dtype, fast_accumulation), out_MN, accumulate)
+
+
+def _gemm_launch(a_MC, b_NC, bias_N, dtype):
+    if a_MC.dtype == dtype:
+        return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
+    if dtype == torch.float32:
+        y_MN = torch.mm(a_MC, b_NC.t(), out_dtype=torch.float32)
+        return y_MN if bias_N is None else y_MN.add_(bias_N)
+    return _gemm_ref(a_MC, b_NC, bias_N, dtype)
+
+
+def _gemm_into_launch(a_MC, b_NC, out_MN, accumulate):
+    if accumulate and out_MN.dtype == a_MC.dtype:
+        out_MN.addmm_(a_MC, b_NC.t())
+    else:
+        wide = torch.float32 if accumulate else out_MN.dtype
+        _store_ref(_gemm_launch(a_MC, b_NC, None, wide), out_MN, accumulate)
+
+
+# ---- fakes and registration
+
+
+def _scaled_gemm_allocate(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+    return a_MC.new_empty(a_MC.shape[0], b_NC.shape[0], dtype=dtype)
+
+
+def _gemm_allocate(a_MC, b_NC, bias_N, dtype):
+    return a_MC.new_empty(a_MC.shape[0], b_NC.shape[0], dtype=dtype)
+
+
+def _nothing(*args: object) -> None:
+    """What a kernel that only changes its arguments returns."""
+
+
+_scaled_gemm = register(
+    "scaled_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType dtype, bool fast) -> Tensor",
+    ref=_scaled_gemm_ref,
+    launch=_scaled_gemm_launch,
+    allocate=_scaled_gemm_allocate,
+)
+_scaled_gemm_into = register(
+    "scaled_gemm_into(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor(a!) out, bool fast, bool accumulate)"
+    " -> ()",
+    ref=_scaled_gemm_into_ref,
+    launch=_scaled_gemm_into_launch,
+    allocate=_nothing,
+)
+_gemm = register(
+    "gemm(Tensor a, Tensor b, Tensor? bias, ScalarType dtype) -> Tensor",
+    ref=_gemm_ref,
+    launch=_gemm_launch,
+    allocate=_gemm_allocate,
+)
+_gemm_into = register(
+    "gemm_into(Tensor a, Tensor b, Tensor(a!) out, bool accumulate) -> ()",
+    ref=_gemm_into_ref,
+    launch=_gemm_into_launch,
+    allocate=_nothing,
+)

@@ -1,0 +1,127 @@
+"""Bias: `y = x + b`.
+
+    db_N = sum over all leading axes of dy      dx = dy, the gradient itself
+
+Where the operation before takes its output's gradient quantized, backward sums the bias gradient in the pass that
+quantizes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.errors import require
+from lowp.kernels.bias_grad import bias_grad
+from lowp.ops.basic_op import BasicOperation, check_size
+from lowp.ops.op import BackwardContext, OperationContext
+from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
+from lowp.quantizers import Quantizer
+
+
+@dataclass
+class BiasForwardArgs:
+    """What the forward pass reads."""
+
+    input: Tensor
+    bias: Tensor
+
+
+@dataclass
+class BiasBackwardArgs:
+    """What the backward pass reads."""
+
+    grad_output: Tensor
+    bias_dtype: torch.dtype
+    bias_requires_grad: bool
+    quantizer: Quantizer | None
+    row: bool
+    column: bool
+
+
+class Bias(BasicOperation):
+    """Adds a learnable bias to the last axis.
+
+    Args:
+        size: N, the size of the last axis.
+        device: of the parameter.
+        dtype: of the parameter.
+
+    Attributes:
+        bias: `[N]`.
+
+    The output's dtype is torch's promotion of the input's and the bias's.
+    """
+
+    fwd_args_type = BiasForwardArgs
+    bwd_args_type = BiasBackwardArgs
+    grad_input_is_grad_output = True
+    quantizes_grad_input = True
+    parameter_names = ("bias",)
+
+    def __init__(
+        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        require(size >= 0, "Bias", "size must not be negative", got=size)
+        self.size = size
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """For `print`."""
+        return f"size={self.size}"
+
+    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+        """torch's promotion."""
+        return torch.promote_types(input_dtype, self.bias.dtype)
+
+    def pack_forward_args(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: QuantizeRequest | None,
+        **_: Any,
+    ) -> BiasForwardArgs:
+        check_size("Bias", "the last axis of the input", input_, self.size)
+        basic_op_ctxs[0].bias_request = prev_op_grad_output_quantizer
+        return BiasForwardArgs(input_, self.bias)
+
+    @classmethod
+    def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
+        return args.input + args.bias, ((),), ()
+
+    def pack_backward_args(
+        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
+    ) -> BiasBackwardArgs:
+        request = basic_op_ctxs[0].bias_request
+        return BiasBackwardArgs(
+            grad_output,
+            self.bias.dtype,
+            self.bias.requires_grad,
+            None if request is None else request.quantizer,
+            request is not None and request.row,
+            request is not None and request.column,
+        )
+
+    @classmethod
+    def backward_compute(cls, args: BiasBackwardArgs, *, in_custom_op: bool = False) -> Any:
+        dy_MN = as_matrix(args.grad_output)
+        grad_input: Quantized | None = None
+        grad_bias: Tensor | None = None
+        if args.quantizer is not None and args.bias_requires_grad and (args.row or args.column):
+            statistics = measure(dy_MN, args.quantizer)
+            grad_input, grad_bias = cast_operand_bias_grad(
+                dy_MN, statistics, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype
+            )
+        elif args.bias_requires_grad:
+            grad_bias = bias_grad(dy_MN, dtype=args.bias_dtype)
+        return grad_input, ((grad_bias,),), ((),)

@@ -1,0 +1,147 @@
+"""Runs a group of consecutive basic operations: plans it, and decides between autograd and a plain forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowp.errors import message
+from lowp.ops.op import DIRECTIONS
+from lowp.ops.pipeline import Call, Pipeline, run_forward, split_extra_inputs
+from lowp.ops.plan import Plan, candidates, make_plan
+from lowp.quantization import current_recipe
+from lowp.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lowp.ops.basic_op import BasicOperation
+
+
+class OperationFuser:
+    """A group of basic operations that run as one pipeline."""
+
+    def __init__(self, basic_ops: tuple[BasicOperation, ...]) -> None:
+        self.basic_ops = basic_ops
+        self.fusions = candidates(basic_ops)
+        self.num_extra_inputs = sum(op.num_extra_inputs for op in basic_ops)
+        self._plans: dict[Any, tuple[tuple[torch.dtype, ...], Plan]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def __call__(
+        self,
+        input_: Tensor,
+        *extra_inputs: Tensor,
+        recipe: Recipe | None = None,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the group.
+
+        Args:
+            input_: the first operation's input.
+            *extra_inputs: of all operations, in order.
+            recipe: instead of the one in force.
+            basic_op_kwargs: a dict of keyword arguments for each operation.
+
+        Returns:
+            The last operation's output; with extra outputs, a tuple of it and of them all.
+        """
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(
+                message("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", len(extra_inputs))
+            )
+        if recipe is None:
+            recipe = current_recipe()
+        call = self.prepare(input_, extra_inputs, recipe, basic_op_kwargs)
+        if not call.plan.forward:
+            return input_
+        if call.autocast_dtype is None:
+            return self._run(call, input_, extra_inputs)
+        with torch.autocast(input_.device.type, enabled=False):
+            return self._run(call, input_, extra_inputs)
+
+    def prepare(
+        self,
+        input_: Tensor,
+        extra_inputs: tuple[Tensor, ...],
+        recipe: Recipe | None,
+        basic_op_kwargs: list[dict[str, Any]] | None,
+    ) -> Call:
+        """Everything that a call of the pipeline needs besides tensors."""
+        device = input_.device.type
+        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe)
+        grads = torch.is_grad_enabled()
+        wanted = grads and input_.requires_grad
+        input_requires_grad, requires_grad = [], []
+        extra = split_extra_inputs(self.basic_ops, extra_inputs)
+        for op, extra_input in zip(self.basic_ops, extra, strict=True):
+            input_requires_grad.append(wanted)
+            wanted = wanted or (grads and (_any_requires_grad(op.own_parameters()) or _any_requires_grad(extra_input)))
+            requires_grad.append(wanted)
+        return Call(
+            self.basic_ops,
+            plan,
+            recipe,
+            autocast_dtype,
+            dtypes,
+            tuple(input_requires_grad),
+            tuple(requires_grad),
+            [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
+        )
+
+    def plan(
+        self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+    ) -> tuple[tuple[torch.dtype, ...], Plan]:
+        """Each operation's input dtype, and the plan. Remembered in eager mode only."""
+        if torch.compiler.is_compiling():
+            return self._plan(dtype, autocast_dtype, recipe, compiling=True)
+        parameters = [parameter.dtype for op in self.basic_ops for parameter in op.own_parameters()]
+        key = (dtype, autocast_dtype, None if recipe is None else recipe.bundle, *parameters)
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = self._plan(dtype, autocast_dtype, recipe, compiling=False)
+        return found
+
+    def _plan(
+        self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None, *, compiling: bool
+    ) -> tuple[tuple[torch.dtype, ...], Plan]:
+        dtypes = []
+        for op in self.basic_ops:
+            dtypes.append(dtype)
+            dtype = op.output_dtype(dtype, autocast_dtype)
+        plan = make_plan(self.basic_ops, self.fusions, tuple(dtypes), autocast_dtype, recipe, compiling)
+        return tuple(dtypes), plan
+
+    def _run(self, call: Call, input_: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            reason = _unsupported_reason(call.plan)
+            if reason is not None:
+                return torch.compiler.disable(self._apply, reason=reason)(call, input_, extra_inputs)
+        return self._apply(call, input_, extra_inputs)
+
+    def _apply(self, call: Call, input_: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:
+        if call.requires_grad[-1]:
+            parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
+            return Pipeline.apply(input_, call, *parameters, *extra_inputs)
+        output, extra_outputs, _ = run_forward(call, input_, split_extra_inputs(self.basic_ops, extra_inputs))
+        return (output, *extra_outputs) if extra_outputs else output
+
+
+def _any_requires_grad(tensors: Any) -> bool:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def _unsupported_reason(plan: Plan) -> str | None:
+    """Why this plan can't be compiled: fusions that can't are left out of it, so a basic operation says so."""
+    for direction in DIRECTIONS:
+        for step in getattr(plan, direction):
+            reason = step.op.compile_unsupported_reason(direction)
+            if reason is not None:
+                return f"{type(step.op).__name__} {direction}: {reason}"
+    return None

@@ -1,0 +1,269 @@
+"""The interface of fusible operations.
+
+A basic operation owns parameters; a fused operation stands for several basic ones and owns none. Both run through the
+same five steps, eager and compiled:
+
+    pack_forward_args -> forward_compute -> forward_setup_context      pack_backward_args -> backward_compute
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowp.dynamo.custom_op import Results, register_custom_op
+from lowp.quantization import QuantizeRequest
+from lowp.recipe import Recipe
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class OperationContext:
+    """What the pipeline tells one basic operation about a call, and what that operation keeps for its backward.
+
+    Attributes:
+        recipe: the recipe in force; None: high precision.
+        autocast_dtype: the dtype that torch.autocast asks for; None: it is off.
+        dtype: of the operation's input, before quantization.
+        input_requires_grad: whether the input's gradient is wanted.
+        requires_grad: whether the operation's backward will run.
+    """
+
+    recipe: Recipe | None
+    autocast_dtype: torch.dtype | None
+    dtype: torch.dtype
+    input_requires_grad: bool
+    requires_grad: bool
+
+    def __init__(self) -> None:
+        self.to_save: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep plain tensors: inputs, or results of kernels; never a buffer that changes."""
+        self.to_save = tensors
+
+
+class BackwardContext:
+    """An `OperationContext` in backward: its attributes, and `saved_tensors`."""
+
+    def __init__(self, forward: OperationContext, saved_tensors: tuple[Tensor | None, ...]) -> None:
+        self._forward = forward
+        self.saved_tensors = saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+
+class FusibleOperation(nn.Module):
+    """An operation that the fuser can plan, with its own forward and backward.
+
+    Class attributes:
+        fwd_args_type: dataclass whose fields are the forward operator's schema; None: traced inline.
+        bwd_args_type: the same of backward. It may declare `GRAD_OUTPUT_FIELDS`, one field for the gradient of the
+            output and of each extra output, in this order; each of them may be None.
+        grad_input_is_grad_output: backward passes the gradient through where `backward_compute` gives none.
+        output_is_input: forward passes the input through where `forward_compute` gives none.
+        parameter_names: the parameters, in the order of their gradients.
+        num_extra_inputs, num_extra_outputs: tensors besides input and output.
+        quantizes_output, quantizes_grad_input: the result may be `Quantized`.
+    """
+
+    fwd_args_type: ClassVar[type | None] = None
+    bwd_args_type: ClassVar[type | None] = None
+    grad_input_is_grad_output: ClassVar[bool] = False
+    output_is_input: ClassVar[bool] = False
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    quantizes_output: ClassVar[bool] = False
+    quantizes_grad_input: ClassVar[bool] = False
+
+    registered: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    """The functions that call the registered operators, by direction."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.registered = {direction: call for direction in DIRECTIONS if (call := _register(cls, direction))}
+
+    @classmethod
+    def basic_types(cls) -> tuple[type[FusibleOperation], ...]:
+        """The basic operations that this one stands for."""
+        return (cls,)
+
+    def pack_forward_args(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        basic_op_kwargs: list[dict[str, Any]],
+        prev_op_grad_output_quantizer: QuantizeRequest | None,
+        next_op_input_quantizer: QuantizeRequest | None,
+    ) -> Any:
+        """Everything that `forward_compute` reads, as `fwd_args_type`."""
+        raise NotImplementedError
+
+    @classmethod
+    def forward_compute(cls, args: Any, *, in_custom_op: bool = False) -> tuple[Any, Any, tuple[Tensor, ...]]:
+        """The forward pass, out of kernel functions only.
+
+        Args:
+            args: `fwd_args_type`.
+            in_custom_op: the call comes through the registered operator: change nothing but mutable arguments.
+
+        Returns:
+            output; the extra outputs, a tuple for each basic operation; auxiliary tensors, all of them fresh.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def forward_compute_fake(cls, args: Any) -> tuple[Any, Any, tuple[Tensor, ...]]:
+        """`forward_compute`'s results in shape, dtype, strides and device; by default, from the kernels' own fakes."""
+        return cls.forward_compute(args, in_custom_op=True)
+
+    def forward_setup_context(self, basic_op_ctxs: list[OperationContext], args: Any, aux: tuple[Tensor, ...]) -> None:
+        """Save in each basic operation's context what any legal backward of it reads."""
+
+    def pack_backward_args(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> Any:
+        """Everything that `backward_compute` reads, as `bwd_args_type`."""
+        raise NotImplementedError
+
+    @classmethod
+    def backward_compute(cls, args: Any, *, in_custom_op: bool = False) -> tuple[Any, Any, Any]:
+        """The backward pass, out of kernel functions only.
+
+        Args:
+            args: `bwd_args_type`.
+            in_custom_op: as in `forward_compute`.
+
+        Returns:
+            gradient of the input; of the parameters, a tuple for each basic operation; of the extra inputs, likewise.
+            None: not computed.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def backward_compute_fake(cls, args: Any) -> tuple[Any, Any, Any]:
+        """`backward_compute`'s results in shape, dtype, strides and device; by default, from the kernels' own fakes."""
+        return cls.backward_compute(args, in_custom_op=True)
+
+    def compile_unsupported_reason(self, direction: Direction) -> str | None:
+        """Why this direction can't be compiled; None: it can."""
+        return None
+
+    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+        """The output's dtype, before quantization."""
+        return input_dtype
+
+    def input_request(self, ctx: OperationContext) -> QuantizeRequest | None:
+        """The quantized form in which this operation would take its input; None: high precision."""
+        return None
+
+    def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
+        """The quantized form in which this operation would take its output's gradient; None: high precision."""
+        return None
+
+
+def _register(cls: type[FusibleOperation], direction: Direction) -> Callable[[Any], Any] | None:
+    """Register one direction of `cls` where it declares something of its own; inherit otherwise."""
+    prefix = {"forward": "fwd", "backward": "bwd"}[direction]
+    args_type = getattr(cls, f"{prefix}_args_type")
+    if args_type is None:
+        return None
+    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake"} & set(vars(cls))
+    if not own:
+        return super(cls, cls).registered.get(direction)
+    compute, fake = getattr(cls, f"{direction}_compute"), getattr(cls, f"{direction}_compute_fake")
+    parameter = inspect.signature(compute).parameters.get("in_custom_op")
+    if parameter is None or parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise TypeError(f"{cls.__name__}.{direction}_compute: must take the keyword-only argument in_custom_op=False.")
+    shape = {"forward": _ForwardResults, "backward": _BackwardResults}[direction](cls)
+    optional = getattr(args_type, "GRAD_OUTPUT_FIELDS", ())
+    if optional and len(optional) != 1 + shape.outputs:
+        raise TypeError(
+            f"{args_type.__name__}: GRAD_OUTPUT_FIELDS must name one field for each output of {cls.__name__}"
+            f" ({1 + shape.outputs}), got {optional}."
+        )
+    call = register_custom_op(
+        f"{cls.__name__}_{direction}",
+        args_type,
+        _flattened(functools.partial(compute, in_custom_op=True), shape),
+        _flattened(fake, shape),
+        shape.layout,
+        optional,
+    )
+    return lambda args: shape.restore(call(args))
+
+
+def _flattened(compute: Callable[[Any], Any], shape: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda args: shape.flatten(compute(args))
+
+
+class _ForwardResults:
+    """(output, extra outputs of each basic operation, aux) as an operator's results."""
+
+    def __init__(self, cls: type[FusibleOperation]) -> None:
+        self.counts = tuple(basic.num_extra_outputs for basic in cls.basic_types())
+        self.outputs = sum(self.counts)
+        self.layout: Results = (_kind(cls.quantizes_output), *["tensor"] * self.outputs, "list")
+
+    def flatten(self, results: Any) -> tuple[Any, ...]:
+        output, extra, aux = results
+        return (output, *_joined(extra), tuple(aux))
+
+    def restore(self, flat: tuple[Any, ...]) -> Any:
+        return flat[0], split_groups(flat[1:-1], self.counts), flat[-1]
+
+
+class _BackwardResults:
+    """(grad input, grads of each basic operation's parameters, of its extra inputs) as an operator's results."""
+
+    def __init__(self, cls: type[FusibleOperation]) -> None:
+        basic_types = cls.basic_types()
+        self.outputs = sum(basic.num_extra_outputs for basic in basic_types)
+        self.parameters = tuple(len(basic.parameter_names) for basic in basic_types)
+        self.inputs = tuple(basic.num_extra_inputs for basic in basic_types)
+        count = sum(self.parameters) + sum(self.inputs)
+        self.layout: Results = (_kind(cls.quantizes_grad_input), *["tensor"] * count)
+
+    def flatten(self, results: Any) -> tuple[Any, ...]:
+        grad_input, parameters, inputs = results
+        return (grad_input, *_joined(parameters), *_joined(inputs))
+
+    def restore(self, flat: tuple[Any, ...]) -> Any:
+        parameters = sum(self.parameters)
+        return (
+            flat[0],
+            split_groups(flat[1 : 1 + parameters], self.parameters),
+            split_groups(flat[1 + parameters :], self.inputs),
+        )
+
+
+def _kind(quantizes: bool) -> str:
+    return "tensor_or_quantized" if quantizes else "tensor"
+
+
+def _joined(groups: Any) -> list[Any]:
+    return [value for group in groups for value in group]
+
+
+def split_groups(flat: Any, counts: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Consecutive groups of `flat`, of the sizes `counts`."""
+    groups: list[tuple[Any, ...]] = []
+    at = 0
+    for count in counts:
+        groups.append(tuple(flat[at : at + count]))
+        at += count
+    return groups

@@ -1,0 +1,160 @@
+"""One autograd.Function for a whole pipeline of operations, outside the registered operators."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowp.ops.boundary import compile_boundary_is_operation
+from lowp.ops.op import BackwardContext, Direction, FusibleOperation, OperationContext, split_groups
+from lowp.ops.plan import Plan
+from lowp.recipe import Recipe
+
+
+class Call(NamedTuple):
+    """One call of a pipeline: all that is not a tensor.
+
+    Attributes:
+        basic_ops: the operations.
+        plan: how they run.
+        recipe: the recipe in force; None: high precision.
+        autocast_dtype: the dtype that torch.autocast asks for; None: it is off.
+        dtypes: each operation's input dtype.
+        input_requires_grad: for each operation, whether its input's gradient is wanted.
+        requires_grad: for each operation, whether its backward will run.
+        kwargs: each operation's keyword arguments.
+    """
+
+    basic_ops: tuple[Any, ...]
+    plan: Plan
+    recipe: Recipe | None
+    autocast_dtype: torch.dtype | None
+    dtypes: tuple[torch.dtype, ...]
+    input_requires_grad: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    kwargs: list[dict[str, Any]]
+
+
+def run_forward(
+    call: Call, input_: Any, extra_inputs: list[tuple[Tensor, ...]]
+) -> tuple[Any, list[Tensor], list[OperationContext]]:
+    """Run the forward steps.
+
+    Returns:
+        output; extra outputs of all operations; the operations' contexts, filled where a backward will run.
+    """
+    ctxs = _contexts(call)
+    extra_outputs: list[Tensor] = []
+    fresh = False
+    for op, start, stop in call.plan.forward:
+        args = op.pack_forward_args(
+            ctxs[start:stop],
+            input_,
+            basic_op_extra_inputs=extra_inputs[start:stop],
+            basic_op_kwargs=call.kwargs[start:stop],
+            prev_op_grad_output_quantizer=(
+                call.basic_ops[start - 1].grad_output_request(ctxs[start - 1])
+                if start > 0 and call.requires_grad[start - 1]
+                else None
+            ),
+            next_op_input_quantizer=call.basic_ops[stop].input_request(ctxs[stop]) if stop < len(ctxs) else None,
+        )
+        output, extra, aux = compute(op, "forward", args)
+        if output is not None or not op.output_is_input:
+            input_, fresh = output, True
+        for outputs in extra:
+            extra_outputs.extend(outputs)
+        if call.requires_grad[stop - 1]:
+            op.forward_setup_context(ctxs[start:stop], args, aux)
+    return (input_ if fresh else input_.clone()), extra_outputs, ctxs
+
+
+def _contexts(call: Call) -> list[OperationContext]:
+    ctxs = []
+    for index in range(len(call.basic_ops)):
+        ctx = OperationContext()
+        ctx.recipe = call.recipe
+        ctx.autocast_dtype = call.autocast_dtype
+        ctx.dtype = call.dtypes[index]
+        ctx.input_requires_grad = call.input_requires_grad[index]
+        ctx.requires_grad = call.requires_grad[index]
+        ctxs.append(ctx)
+    return ctxs
+
+
+def compute(op: FusibleOperation, direction: Direction, args: Any) -> Any:
+    """Run one step: as a node of the graph at the operation boundary, directly otherwise."""
+    registered = op.registered.get(direction)
+    if registered is not None and torch.compiler.is_compiling() and compile_boundary_is_operation():
+        return registered(args)
+    return op.forward_compute(args) if direction == "forward" else op.backward_compute(args)
+
+
+class Pipeline(torch.autograd.Function):
+    """The gradient of a pipeline: `apply(input, call, *parameters of all operations, *extra inputs of all)`."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, call: Call, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        parameters = sum(len(op.parameter_names) for op in call.basic_ops)
+        extra_inputs = split_extra_inputs(call.basic_ops, tensors[parameters:])
+        output, extra_outputs, op_ctxs = run_forward(call, input_, extra_inputs)
+        ctx.save_for_backward(*[tensor for op_ctx in op_ctxs for tensor in op_ctx.to_save])
+        ctx.saved_counts = [len(op_ctx.to_save) for op_ctx in op_ctxs]
+        for op_ctx in op_ctxs:
+            op_ctx.to_save = ()
+        ctx.op_ctxs = op_ctxs
+        ctx.call = call
+        return (output, *extra_outputs) if extra_outputs else output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
+        call: Call = ctx.call
+        saved = ctx.saved_tensors
+        op_ctxs = []
+        at = 0
+        for op_ctx, count in zip(ctx.op_ctxs, ctx.saved_counts, strict=True):
+            op_ctxs.append(BackwardContext(op_ctx, saved[at : at + count]))
+            at += count
+        grad_extra = split_groups(grad_extra_outputs, [op.num_extra_outputs for op in call.basic_ops])
+        grad_input, grad_parameters, grad_inputs = run_backward(call, op_ctxs, grad_output, grad_extra)
+        return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group])
+
+
+def run_backward(
+    call: Call,
+    ctxs: list[BackwardContext],
+    grad: Any,
+    grad_extra_outputs: list[tuple[Tensor | None, ...]],
+) -> tuple[Any, list[tuple[Tensor | None, ...]], list[tuple[Tensor | None, ...]]]:
+    """Run the backward steps.
+
+    Returns:
+        gradient of the input; of each operation's parameters; of each operation's extra inputs.
+    """
+    grad_parameters = [(None,) * len(op.parameter_names) for op in call.basic_ops]
+    grad_inputs = [(None,) * op.num_extra_inputs for op in call.basic_ops]
+    for op, start, stop in call.plan.backward:
+        if not call.requires_grad[stop - 1]:
+            grad = None
+            break
+        args = op.pack_backward_args(ctxs[start:stop], grad, basic_op_grad_extra_outputs=grad_extra_outputs[start:stop])
+        grad_input, parameters, inputs = compute(op, "backward", args)
+        if grad_input is None and op.grad_input_is_grad_output and call.input_requires_grad[start]:
+            grad_input = grad
+        if isinstance(grad_input, Tensor) and grad_input.dtype != call.dtypes[start]:
+            grad_input = grad_input.to(call.dtypes[start])
+        grad = grad_input
+        for index in range(start, stop):
+            grad_parameters[index] = parameters[index - start]
+            grad_inputs[index] = inputs[index - start]
+    return grad, grad_parameters, grad_inputs
+
+
+def split_extra_inputs(basic_ops: tuple[Any, ...], tensors: Any) -> list[tuple[Tensor, ...]]:
+    """Extra inputs of all operations, grouped by operation."""
+    return split_groups(tensors, [op.num_extra_inputs for op in basic_ops])

@@ -1,0 +1,116 @@
+"""A chain of operations, planned as pipelines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.ops.basic_op import BasicOperation, ViewOperation
+from lowp.ops.fuser import OperationFuser
+from lowp.quantization import current_recipe
+from lowp.recipe import Recipe
+
+
+class Sequential(nn.Sequential):
+    """Operations in a row; neighbours are planned together and fused where a rule applies.
+
+    Args:
+        *args: operations and modules, or one OrderedDict of them, as nn.Sequential takes. A plain nn.Module runs as it
+            is and splits the operations around it into groups.
+        recipe: the recipe of the operations inside, instead of the one in force.
+
+    The list methods of nn.Sequential work. `print(sequential.plan)` shows what runs fused.
+    """
+
+    def __init__(self, *args: Any, recipe: Recipe | None = None) -> None:
+        super().__init__(*args)
+        self.recipe = recipe
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Split the modules into groups; done whenever the list changes, never in `forward`, which is traced."""
+        self._groups = tuple(_group(list(self._modules.values())))
+
+    def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
+        """Run all modules in order.
+
+        Args:
+            input: `[..., in_features]`, as the first module takes it.
+            *extra_inputs: of all operations, in order.
+
+        Returns:
+            The last module's output; with extra outputs, a tuple of it and of them all.
+
+        Raises:
+            ValueError: the number of extra inputs is not what the operations take.
+        """
+        extra_outputs: list[Tensor] = []
+        at = 0
+        for group in self._groups:
+            if not isinstance(group, OperationFuser):
+                input = group(input)
+                continue
+            stop = at + group.num_extra_inputs
+            input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
+            at = stop
+            if isinstance(input, tuple):
+                input, *extra = input
+                extra_outputs.extend(extra)
+        if at != len(extra_inputs):
+            raise ValueError(f"Sequential: the operations take {at} extra inputs, got {len(extra_inputs)}.")
+        return (input, *extra_outputs) if extra_outputs else input
+
+    @property
+    def plan(self) -> str:
+        """What runs, fused or not, in each direction, under the recipe in force and for inputs in the weights' dtype."""
+        recipe = self.recipe or current_recipe()
+        dtype = next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
+        lines = [f"recipe   {recipe if recipe is not None else 'high precision'}"]
+        for group in self._groups:
+            if isinstance(group, OperationFuser):
+                lines.append(str(group.plan(dtype, None, recipe)[1]))
+            else:
+                lines.append(f"module   {type(group).__name__}")
+        return "\n".join(lines)
+
+
+def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
+    groups: list[OperationFuser | nn.Module] = []
+    run: list[BasicOperation] = []
+
+    def close() -> None:
+        trailing: list[nn.Module] = []
+        while run and isinstance(run[-1], ViewOperation):
+            trailing.insert(0, run.pop())
+        if run:
+            groups.append(OperationFuser(tuple(run)))
+        groups.extend(trailing)
+        run.clear()
+
+    for module in modules:
+        if isinstance(module, BasicOperation) and (run or not isinstance(module, ViewOperation)):
+            run.append(module)
+        else:
+            close()
+            groups.append(module)
+    close()
+    return groups
+
+
+def _then_regroup(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def changed(self: Sequential, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if "_groups" in self.__dict__:
+            self._regroup()
+        return result
+
+    return changed
+
+
+for _name in ("__setitem__", "__delitem__", "append", "insert", "extend", "pop", "__iadd__", "__imul__", "add_module"):
+    setattr(Sequential, _name, _then_regroup(getattr(nn.Sequential, _name)))

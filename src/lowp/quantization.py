@@ -1,0 +1,235 @@
+"""Quantization as users and operations call it: `quantize`, `dequantize`, and the recipe in force.
+
+To add a way to quantize, register its spec's class here once with `register_quantizer`.
+
+Shape legend: M = rows, K = features; Mp, Kp = padded to `CONTRACTION_ALIGNMENT`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import require
+from lowp.formats import HIGH_PRECISION
+from lowp.kernels.amax import amax
+from lowp.kernels.cast import cast, cast_bias_grad
+from lowp.kernels.dequantize import dequantize_data
+from lowp.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from lowp.recipe import Float8CurrentScaling, Recipe
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix: either copy may be absent.
+
+    Attributes:
+        row_data: `[..., K]` quantized along the last axis, row-major.
+        row_scale: fp32; multiplies to dequantize `row_data`.
+        column_data: `[K, M]` quantized along the first axes, stored transposed, row-major.
+        column_scale: fp32; multiplies to dequantize `column_data`.
+    """
+
+    row_data: Tensor | None
+    row_scale: Tensor | None
+    column_data: Tensor | None
+    column_scale: Tensor | None
+
+
+class QuantizeRequest(NamedTuple):
+    """What a neighbouring operation wants to be handed: a spec and the copies that it reads."""
+
+    quantizer: Quantizer
+    row: bool
+    column: bool
+
+
+class _Method(NamedTuple):
+    measure: Callable[[Tensor], Tensor | None]
+    cast: Callable[..., Quantized]
+    cast_bias_grad: Callable[..., tuple[Quantized, Tensor]]
+
+
+_METHODS: dict[type[Quantizer], _Method] = {}
+
+
+def register_quantizer(
+    spec: type[Quantizer],
+    *,
+    measure: Callable[[Tensor], Tensor | None],
+    cast: Callable[..., Quantized],
+    cast_bias_grad: Callable[..., tuple[Quantized, Tensor]],
+) -> None:
+    """Say how a class of quantizer specs is applied.
+
+    Args:
+        spec: the class of the specs.
+        measure: `x_MK -> statistics`, what the scale needs to know of the whole tensor; None: nothing.
+        cast: `(x_MK, statistics, spec, row, column) -> Quantized`, data padded along the contraction axis.
+        cast_bias_grad: `(x_MK, statistics, spec, row, column, dtype) -> (Quantized, column sums of x_MK [K])`.
+    """
+    _METHODS[spec] = _Method(measure, cast, cast_bias_grad)
+
+
+def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tensor) -> Quantized:
+    return Quantized(
+        row_data, scale if row_data is not None else None, column_data, scale if column_data is not None else None
+    )
+
+
+def _cast_per_tensor(x_MK: Tensor, statistics: Tensor, spec: Quantizer, row: bool, column: bool) -> Quantized:
+    return _per_tensor(*cast(x_MK, statistics, spec, row=row, column=column))
+
+
+def _cast_bias_grad_per_tensor(
+    x_MK: Tensor, statistics: Tensor, spec: Quantizer, row: bool, column: bool, dtype: torch.dtype
+) -> tuple[Quantized, Tensor]:
+    *quantized, bias_grad = cast_bias_grad(x_MK, statistics, spec, row=row, column=column, dtype=dtype)
+    return _per_tensor(*quantized), bias_grad
+
+
+register_quantizer(
+    Float8CurrentScalingQuantizer,
+    measure=amax,
+    cast=_cast_per_tensor,
+    cast_bias_grad=_cast_bias_grad_per_tensor,
+)
+
+
+def measure(x_MK: Tensor, spec: Quantizer) -> Tensor | None:
+    """What the scale of `spec` needs to know of the whole tensor (the amax), before it is cast."""
+    return _METHODS[type(spec)].measure(x_MK)
+
+
+def cast_operand(x_MK: Tensor, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
+    """Cast `x_MK` to the operand copies that a GEMM reads, padded along the contraction axis."""
+    return _METHODS[type(spec)].cast(x_MK, statistics, spec, row, column)
+
+
+def cast_operand_bias_grad(
+    x_MK: Tensor, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool, dtype: torch.dtype
+) -> tuple[Quantized, Tensor]:
+    """`cast_operand` and the column sums of `x_MK` in one pass."""
+    return _METHODS[type(spec)].cast_bias_grad(x_MK, statistics, spec, row, column, dtype)
+
+
+def quantize_operand(x_MK: Tensor, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
+    """`measure`, then `cast_operand`."""
+    return cast_operand(x_MK, measure(x_MK, spec), spec, row=row, column=column)
+
+
+def dequantize_rows(x: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+    """The row copy in high precision.
+
+    Args:
+        x: the quantized matrix; its row copy must be there.
+        columns: K, the unpadded size of the last axis.
+        dtype: of the result.
+
+    Returns:
+        `[..., K]` `dtype`.
+    """
+    return dequantize_data(x.row_data, x.row_scale, columns, dtype)
+
+
+def quantize(x: Tensor, spec: Quantizer, row: bool = True, column: bool = False) -> Quantized:
+    """Quantize a tensor as `spec` says.
+
+    Args:
+        x: `[..., K]` bf16 | fp16 | fp32, any strides; the leading axes are M together.
+        spec: how; `recipe.quantizer(role)` gives the one of a recipe's role.
+        row: quantize along the last axis.
+        column: quantize along the leading axes, stored transposed.
+
+    Returns:
+        `row_data [..., K]`, `row_scale`, `column_data [K, M]`, `column_scale`; None for a copy not asked for.
+        Not differentiable.
+
+    Raises:
+        TypeError: `spec` is not a quantizer spec that was registered.
+        ValueError: `x` has no axis or no supported dtype; neither copy is asked for.
+    """
+    require(
+        type(spec) in _METHODS,
+        "quantize",
+        "spec must be a registered quantizer spec",
+        got=type(spec).__name__,
+        hint="recipe.quantizer(role) gives one.",
+        error=TypeError,
+    )
+    require(x.ndim > 0, "quantize", "x must have at least one axis", got=tuple(x.shape))
+    require(x.dtype in HIGH_PRECISION, "quantize", "x must be fp32, bf16 or fp16", got=x.dtype)
+    require(row or column, "quantize", "row or column must be asked for", got=(row, column))
+    x_MK = as_matrix(x)
+    M, K = x_MK.shape
+    padded = quantize_operand(x_MK.detach(), spec, row=row, column=column)
+    return Quantized(
+        padded.row_data[:, :K].reshape(x.shape) if row else None,  # type: ignore[index]
+        padded.row_scale,
+        padded.column_data[:, :M] if column else None,  # type: ignore[index]
+        padded.column_scale,
+    )
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """`[..., K] -> [M, K]`, all leading axes together."""
+    if x.ndim == 2:
+        return x
+    K = x.shape[-1]
+    return x.reshape(-1 if K else math.prod(x.shape[:-1]), K)
+
+
+class _Ambient(threading.local):
+    """The recipe in force, the only ambient state of the library. (torch 2.11 can't guard class-level defaults.)"""
+
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.amax_reduction_group: Any = None
+
+
+_AMBIENT = _Ambient()
+
+
+class autocast:  # noqa: N801  a context manager named as torch.autocast is
+    """Run lowp's operations inside under a recipe.
+
+    Args:
+        enabled: False: inside, operations run in high precision.
+        recipe: the recipe; None means `Float8CurrentScaling()`.
+        amax_reduction_group: process group over which recipes that need it agree on amax.
+
+    Raises:
+        TypeError: `recipe` is not a lowp recipe.
+    """
+
+    def __init__(self, enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"autocast: recipe must be a lowp.recipe.Recipe, got {type(recipe).__name__}.")
+        self.recipe = (_DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
+        self.amax_reduction_group = amax_reduction_group
+        self._outer: list[tuple[Recipe | None, Any]] = []
+
+    def __enter__(self) -> autocast:
+        self._outer.append((_AMBIENT.recipe, _AMBIENT.amax_reduction_group))
+        _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self.recipe, self.amax_reduction_group
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self._outer.pop()
+
+
+_DEFAULT_RECIPE = Float8CurrentScaling()
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe in force; None: high precision."""
+    return _AMBIENT.recipe
+
+
+def current_amax_reduction_group() -> Any:
+    """The process group over which amax is agreed; None: this process alone."""
+    return _AMBIENT.amax_reduction_group

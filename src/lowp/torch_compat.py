@@ -1,0 +1,38 @@
+"""Private torch API, all of it, each with a fallback that is slower but right."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _dispatch_modes() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+def _functorch_level() -> int | None:
+    return torch._C._functorch.maybe_current_level()
+
+
+def _private_api_present() -> bool:
+    try:
+        _dispatch_modes(), _functorch_level()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+_PRESENT = _private_api_present()
+
+
+def dispatch_is_interposed() -> bool:
+    """Whether a dispatch mode (fake tensors, selective checkpointing, counters) or a transform is active."""
+    if not _PRESENT:
+        return True
+    return _dispatch_modes() > 0 or _functorch_level() is not None
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of this name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)
