@@ -39,6 +39,16 @@ class Quantized(NamedTuple):
     column_data: Tensor | None
     column_scale: Tensor | None
 
+    @property
+    def row(self) -> tuple[Tensor, Tensor]:
+        """`row_data` and `row_scale`, which must be there."""
+        return self.row_data, self.row_scale  # type: ignore[return-value]
+
+    @property
+    def column(self) -> tuple[Tensor, Tensor]:
+        """`column_data` and `column_scale`, which must be there."""
+        return self.column_data, self.column_scale  # type: ignore[return-value]
+
 
 class QuantizeRequest(NamedTuple):
     """What a neighbouring operation wants to be handed: a spec and the copies that it reads."""
@@ -81,15 +91,24 @@ def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tens
     )
 
 
-def _cast_per_tensor(x_MK: Tensor, statistics: Tensor, spec: Quantizer, row: bool, column: bool) -> Quantized:
+def _cast_per_tensor(
+    x_MK: Tensor, statistics: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool
+) -> Quantized:
     return _per_tensor(*cast(x_MK, statistics, spec, row=row, column=column))
 
 
 def _cast_bias_grad_per_tensor(
-    x_MK: Tensor, statistics: Tensor, spec: Quantizer, row: bool, column: bool, dtype: torch.dtype
+    x_MK: Tensor,
+    statistics: Tensor,
+    spec: Float8CurrentScalingQuantizer,
+    row: bool,
+    column: bool,
+    dtype: torch.dtype,
 ) -> tuple[Quantized, Tensor]:
-    *quantized, bias_grad = cast_bias_grad(x_MK, statistics, spec, row=row, column=column, dtype=dtype)
-    return _per_tensor(*quantized), bias_grad
+    row_data, column_data, scale, bias_grad = cast_bias_grad(
+        x_MK, statistics, spec, row=row, column=column, dtype=dtype
+    )
+    return _per_tensor(row_data, column_data, scale), bias_grad
 
 
 register_quantizer(
@@ -133,7 +152,7 @@ def dequantize_rows(x: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
     Returns:
         `[..., K]` `dtype`.
     """
-    return dequantize_data(x.row_data, x.row_scale, columns, dtype)
+    return dequantize_data(*x.row, columns, dtype)
 
 
 def quantize(x: Tensor, spec: Quantizer, row: bool = True, column: bool = False) -> Quantized:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowp.errors import require
 from lowp.torch_compat import dispatch_is_interposed
 
 LIBRARY = torch.library.Library("lowp", "DEF")
@@ -46,12 +47,22 @@ def register(
         launch: kernel for CUDA.
         allocate: fake kernel.
 
+    Raises:
+        ValueError: an operator of this name is registered.
+
     Returns:
         A function of the operator's arguments, all positional. It goes through the dispatcher when a graph is being
         traced, when gradients are recorded, or when anything is interposed (dispatch modes, transforms, tensor
         subclasses), and straight to the kernel otherwise.
     """
     name = schema.partition("(")[0]
+    require(
+        name not in REGISTRY,
+        "register",
+        "each operator has its own name",
+        got=f"lowp::{name} again",
+        hint="Rename the operation's class.",
+    )
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     kernels = {"cpu": _without_autocast(ref), "cuda": _on_device(_without_autocast(launch))}
     LIBRARY.impl(name, kernels["cpu"], "CPU")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -35,4 +37,5 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group of this name."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._resolve_process_group(name)
+    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
+    return resolve(name)

@@ -103,6 +103,7 @@ def _revive(node: Any) -> Any:
         return getattr(torch, body)
     if key == "enum":
         module, qualname, member = body
-        return functools.reduce(getattr, qualname.split("."), sys.modules[module])[member]
+        cls: Any = functools.reduce(getattr, qualname.split("."), sys.modules[module])
+        return cls[member]
     fields = {name: _revive(item) for name, item in body.items()}
     return fields if key == "dict" else _CLASSES[key](**fields)

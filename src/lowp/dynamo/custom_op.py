@@ -21,7 +21,7 @@ from lowp.dynamo.schema import ArgumentSchema, flatten_value, slot_count, unflat
 from lowp.registration import register
 
 Results = tuple[str, ...]
-"""The layout of an operator's results: "tensor" and "tensor_or_quantized", each of which may be None, and, last, "list",
+"""The layout of an operator's results: "tensor" and "tensor_or_quantized", each of which may be None; last, "list",
 any number of tensors."""
 
 _RESULT_KINDS = ("tensor", "tensor_or_quantized")
@@ -83,8 +83,8 @@ def _check_results(name: str, results: Results, *, mutable: bool) -> None:
         if kind in _RESULT_KINDS or (kind == "list" and last and not mutable):
             continue
         raise TypeError(
-            f"{name}: result {position} can't be {kind!r}. Results are {_RESULT_KINDS}, and 'list' as the last one where"
-            " no field is Mutable."
+            f"{name}: result {position} can't be {kind!r}. Results are {_RESULT_KINDS}, and 'list' as the last one"
+            " where no field is Mutable."
         )
 
 

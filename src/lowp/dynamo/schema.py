@@ -142,12 +142,13 @@ def slot_count(kind: str) -> int:
 
 def flatten_value(value: Tensor | Quantized | None, kind: str) -> list[Tensor | None]:
     """A tensor or quantized matrix as its slots. Runs in traced code."""
-    quantized = isinstance(value, Quantized)
-    components: list[Tensor | None] = [*value] if quantized else [None] * len(_COMPONENTS)
-    if kind == "quantized":
-        return components
-    plain = [None if quantized else value]
-    return plain if kind == "tensor" else [*plain, *components]
+    plain: list[Tensor | None] = [None]
+    components: list[Tensor | None] = [None] * len(_COMPONENTS)
+    if isinstance(value, Quantized):
+        components = [*value]
+    else:
+        plain = [value]
+    return plain if kind == "tensor" else components if kind == "quantized" else plain + components
 
 
 def unflatten_value(slots: typing.Sequence[Tensor | None], kind: str) -> Tensor | Quantized | None:
@@ -180,8 +181,8 @@ def _classify(owner: type, name: str, hint: Any) -> Field:
     if all(_is_simple(member) for member in members):
         return Field(name, "simple", optional, False)
     raise TypeError(
-        f"{owner.__name__}.{name}: {hint} can't cross into a registered operator. Use Tensor, Quantized, Mutable, Sizes,"
-        " ProcessGroup, None, bool, int, float, str, torch.dtype, an enum, a frozen lowp Value, or tuples or"
+        f"{owner.__name__}.{name}: {hint} can't cross into a registered operator. Use Tensor, Quantized, Mutable,"
+        " Sizes, ProcessGroup, None, bool, int, float, str, torch.dtype, an enum, a frozen lowp Value, or tuples or"
         " Dict[str, ...] of these."
     )
 

@@ -265,7 +265,8 @@ def _nothing(*args: object) -> None:
 
 
 _scaled_gemm = register(
-    "scaled_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType dtype, bool fast) -> Tensor",
+    "scaled_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType dtype, bool fast)"
+    " -> Tensor",
     ref=_scaled_gemm_ref,
     launch=_scaled_gemm_launch,
     allocate=_scaled_gemm_allocate,

@@ -42,7 +42,7 @@ class ViewOperation(BasicOperation):
         """The view."""
         raise NotImplementedError
 
-    def forward(self, input_: Tensor) -> Tensor:
+    def forward(self, input_: Tensor, *_: Tensor, **__: Any) -> Tensor:
         """The view, differentiated by torch."""
         return self.view(input_)
 

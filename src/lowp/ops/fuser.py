@@ -79,7 +79,8 @@ class OperationFuser:
         extra = split_extra_inputs(self.basic_ops, extra_inputs)
         for op, extra_input in zip(self.basic_ops, extra, strict=True):
             input_requires_grad.append(wanted)
-            wanted = wanted or (grads and (_any_requires_grad(op.own_parameters()) or _any_requires_grad(extra_input)))
+            tensors = [*op.own_parameters(), *extra_input]
+            wanted = wanted or (grads and any(tensor.requires_grad for tensor in tensors))
             requires_grad.append(wanted)
         return Call(
             self.basic_ops,
@@ -128,13 +129,6 @@ class OperationFuser:
             return Pipeline.apply(input_, call, *parameters, *extra_inputs)
         output, extra_outputs, _ = run_forward(call, input_, split_extra_inputs(self.basic_ops, extra_inputs))
         return (output, *extra_outputs) if extra_outputs else output
-
-
-def _any_requires_grad(tensors: Any) -> bool:
-    for tensor in tensors:
-        if tensor.requires_grad:
-            return True
-    return False
 
 
 def _unsupported_reason(plan: Plan) -> str | None:

@@ -25,29 +25,25 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
         aux: fresh tensors: the input's copy that backward reads and its scale, where this call makes one; the weight's
             statistics, where its quantizer has any.
     """
+    x = args.input
     if args.weight_quantizer is None:
-        y_MN = gemm(as_matrix(args.input).to(args.dtype), args.weight.to(args.dtype), args.bias, dtype=args.dtype)
-        return with_leading(y_MN, args.input.shape[:-1]), ()
-    x, kept = args.input, ()
+        assert isinstance(x, Tensor)
+        y_MN = gemm(as_matrix(x).to(args.dtype), args.weight.to(args.dtype), args.bias, dtype=args.dtype)
+        return with_leading(y_MN, x.shape[:-1]), ()
+    kept: tuple[Tensor, ...] = ()
     if isinstance(x, Tensor):
+        assert args.input_quantizer is not None
         leading = x.shape[:-1]
-        x = quantize_operand(as_matrix(x).to(args.dtype), args.input_quantizer, row=True, column=args.keep_column)
+        x_MK = as_matrix(x).to(args.dtype)
+        x = quantize_operand(x_MK, args.input_quantizer, row=True, column=args.keep_column)
         if args.keep_column or args.keep_row:
-            kept = x[2:] if args.keep_column else x[:2]
+            kept = x.column if args.keep_column else x.row
     else:
-        leading = x.row_data.shape[:-1]
-        x = x._replace(row_data=as_matrix(x.row_data))
+        leading = x.row[0].shape[:-1]
+        x = x._replace(row_data=as_matrix(x.row[0]))
     statistics = measure(args.weight, args.weight_quantizer)
     w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
-    y_MN = scaled_gemm(
-        x.row_data,
-        x.row_scale,
-        w.row_data,
-        w.row_scale,
-        args.bias,
-        dtype=args.dtype,
-        fast_accumulation=args.fast_accumulation,
-    )
+    y_MN = scaled_gemm(*x.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation)
     return with_leading(y_MN, leading), (*kept, *(() if statistics is None else (statistics,)))
 
 
@@ -66,33 +62,29 @@ def grad_operand(args: LinearBackwardArgs) -> Tensor | Quantized:
 def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Tensor:
     """`dx = dy @ w`, `[..., K]`."""
     if isinstance(dy, Quantized):
-        w = cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=False, column=True)
-        dx_MK = scaled_gemm(
-            dy.row_data,
-            dy.row_scale,
-            w.column_data,
-            w.column_scale,
-            dtype=args.input_dtype,
-            fast_accumulation=args.fast_dgrad,
-        )
+        w = _cast_weight(args, row=False, column=True)
+        dx_MK = scaled_gemm(*dy.row, *w.column, dtype=args.input_dtype, fast_accumulation=args.fast_dgrad)
+    elif args.override == "dequantized":
+        w_NK = dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
+        dx_MK = gemm(dy, w_NK.t(), dtype=args.input_dtype)
     else:
-        dx_MK = gemm(dy, _backward_weight(args).t(), dtype=args.input_dtype)
+        dx_MK = gemm(dy, args.weight.to(args.dtype).t(), dtype=args.input_dtype)
     return with_leading(dx_MK, args.leading)
 
 
-def _backward_weight(args: LinearBackwardArgs) -> Tensor:
-    """The weight of an unquantized dgrad: as it is, or as fprop read it."""
-    if args.override != "dequantized":
-        return args.weight.to(args.dtype)
-    w = cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=True, column=False)
-    return dequantize_rows(w, args.weight.shape[1], args.dtype)
+def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quantized:
+    """The weight as fprop read it: cast again with the statistics of the forward pass."""
+    assert args.weight_quantizer is not None
+    return cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=row, column=column)
 
 
 def wgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Tensor | None:
     """`dw = dy.T @ x`, `[N, K]` in the weight's dtype; None where it went into `main_grad`."""
     x = args.input
+    assert x is not None
     if isinstance(dy, Quantized):
-        operands = (dy.column_data, dy.column_scale, x.column_data, x.column_scale)
+        assert isinstance(x, Quantized)
+        operands = (*dy.column, *x.column)
         if args.main_grad is None:
             return scaled_gemm(*operands, dtype=args.weight.dtype, fast_accumulation=args.fast_wgrad)
         scaled_gemm_into(*operands, args.main_grad, fast_accumulation=args.fast_wgrad, accumulate=args.accumulate)

@@ -8,15 +8,13 @@ same five steps, eager and compiled:
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lowp.dynamo.custom_op import Results, register_custom_op
+from lowp.ops.registered import register_direction
 from lowp.quantization import QuantizeRequest
 from lowp.recipe import Recipe
 
@@ -43,6 +41,12 @@ class OperationContext:
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()
+
+    if TYPE_CHECKING:  # operations set what they like
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep plain tensors: inputs, or results of kernels; never a buffer that changes."""
@@ -89,7 +93,7 @@ class FusibleOperation(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.registered = {direction: call for direction in DIRECTIONS if (call := _register(cls, direction))}
+        cls.registered = {**cls.registered, **register_direction(cls, "forward"), **register_direction(cls, "backward")}
 
     @classmethod
     def basic_types(cls) -> tuple[type[FusibleOperation], ...]:
@@ -174,96 +178,3 @@ class FusibleOperation(nn.Module):
     def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
         """The quantized form in which this operation would take its output's gradient; None: high precision."""
         return None
-
-
-def _register(cls: type[FusibleOperation], direction: Direction) -> Callable[[Any], Any] | None:
-    """Register one direction of `cls` where it declares something of its own; inherit otherwise."""
-    prefix = {"forward": "fwd", "backward": "bwd"}[direction]
-    args_type = getattr(cls, f"{prefix}_args_type")
-    if args_type is None:
-        return None
-    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake"} & set(vars(cls))
-    if not own:
-        return super(cls, cls).registered.get(direction)
-    compute, fake = getattr(cls, f"{direction}_compute"), getattr(cls, f"{direction}_compute_fake")
-    parameter = inspect.signature(compute).parameters.get("in_custom_op")
-    if parameter is None or parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-        raise TypeError(f"{cls.__name__}.{direction}_compute: must take the keyword-only argument in_custom_op=False.")
-    shape = {"forward": _ForwardResults, "backward": _BackwardResults}[direction](cls)
-    optional = getattr(args_type, "GRAD_OUTPUT_FIELDS", ())
-    if optional and len(optional) != 1 + shape.outputs:
-        raise TypeError(
-            f"{args_type.__name__}: GRAD_OUTPUT_FIELDS must name one field for each output of {cls.__name__}"
-            f" ({1 + shape.outputs}), got {optional}."
-        )
-    call = register_custom_op(
-        f"{cls.__name__}_{direction}",
-        args_type,
-        _flattened(functools.partial(compute, in_custom_op=True), shape),
-        _flattened(fake, shape),
-        shape.layout,
-        optional,
-    )
-    return lambda args: shape.restore(call(args))
-
-
-def _flattened(compute: Callable[[Any], Any], shape: Any) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda args: shape.flatten(compute(args))
-
-
-class _ForwardResults:
-    """(output, extra outputs of each basic operation, aux) as an operator's results."""
-
-    def __init__(self, cls: type[FusibleOperation]) -> None:
-        self.counts = tuple(basic.num_extra_outputs for basic in cls.basic_types())
-        self.outputs = sum(self.counts)
-        self.layout: Results = (_kind(cls.quantizes_output), *["tensor"] * self.outputs, "list")
-
-    def flatten(self, results: Any) -> tuple[Any, ...]:
-        output, extra, aux = results
-        return (output, *_joined(extra), tuple(aux))
-
-    def restore(self, flat: tuple[Any, ...]) -> Any:
-        return flat[0], split_groups(flat[1:-1], self.counts), flat[-1]
-
-
-class _BackwardResults:
-    """(grad input, grads of each basic operation's parameters, of its extra inputs) as an operator's results."""
-
-    def __init__(self, cls: type[FusibleOperation]) -> None:
-        basic_types = cls.basic_types()
-        self.outputs = sum(basic.num_extra_outputs for basic in basic_types)
-        self.parameters = tuple(len(basic.parameter_names) for basic in basic_types)
-        self.inputs = tuple(basic.num_extra_inputs for basic in basic_types)
-        count = sum(self.parameters) + sum(self.inputs)
-        self.layout: Results = (_kind(cls.quantizes_grad_input), *["tensor"] * count)
-
-    def flatten(self, results: Any) -> tuple[Any, ...]:
-        grad_input, parameters, inputs = results
-        return (grad_input, *_joined(parameters), *_joined(inputs))
-
-    def restore(self, flat: tuple[Any, ...]) -> Any:
-        parameters = sum(self.parameters)
-        return (
-            flat[0],
-            split_groups(flat[1 : 1 + parameters], self.parameters),
-            split_groups(flat[1 + parameters :], self.inputs),
-        )
-
-
-def _kind(quantizes: bool) -> str:
-    return "tensor_or_quantized" if quantizes else "tensor"
-
-
-def _joined(groups: Any) -> list[Any]:
-    return [value for group in groups for value in group]
-
-
-def split_groups(flat: Any, counts: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Consecutive groups of `flat`, of the sizes `counts`."""
-    groups: list[tuple[Any, ...]] = []
-    at = 0
-    for count in counts:
-        groups.append(tuple(flat[at : at + count]))
-        at += count
-    return groups

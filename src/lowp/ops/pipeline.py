@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowp.ops.boundary import compile_boundary_is_operation
-from lowp.ops.op import BackwardContext, Direction, FusibleOperation, OperationContext, split_groups
+from lowp.ops.op import BackwardContext, Direction, FusibleOperation, OperationContext
 from lowp.ops.plan import Plan
+from lowp.ops.registered import split_groups
 from lowp.recipe import Recipe
 
 
@@ -98,6 +99,7 @@ class Pipeline(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, call: Call, *tensors: Tensor) -> Any:
+        """Run the forward steps and save what backward reads."""
         ctx.set_materialize_grads(False)
         parameters = sum(len(op.parameter_names) for op in call.basic_ops)
         extra_inputs = split_extra_inputs(call.basic_ops, tensors[parameters:])
@@ -113,6 +115,7 @@ class Pipeline(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
+        """Run the backward steps."""
         call: Call = ctx.call
         saved = ctx.saved_tensors
         op_ctxs = []
@@ -136,8 +139,8 @@ def run_backward(
     Returns:
         gradient of the input; of each operation's parameters; of each operation's extra inputs.
     """
-    grad_parameters = [(None,) * len(op.parameter_names) for op in call.basic_ops]
-    grad_inputs = [(None,) * op.num_extra_inputs for op in call.basic_ops]
+    grad_parameters: list[tuple[Tensor | None, ...]] = [(None,) * len(op.parameter_names) for op in call.basic_ops]
+    grad_inputs: list[tuple[Tensor | None, ...]] = [(None,) * op.num_extra_inputs for op in call.basic_ops]
     for op, start, stop in call.plan.backward:
         if not call.requires_grad[stop - 1]:
             grad = None

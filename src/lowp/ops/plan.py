@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,11 @@ class FusedOperation(FusibleOperation):
 
     def __init__(self, basic_ops: tuple[BasicOperation, ...]) -> None:
         super().__init__()
-        self.basic_ops = basic_ops
+        self.basic_ops: tuple[Any, ...] = basic_ops
 
     @classmethod
     def basic_types(cls) -> tuple[type[FusibleOperation], ...]:
+        """The pattern."""
         return cls.fuses
 
 
@@ -47,7 +48,7 @@ class Window(NamedTuple):
         recipe: the recipe in force; None: high precision.
     """
 
-    ops: tuple[BasicOperation, ...]
+    ops: tuple[Any, ...]
     dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     recipe: Recipe | None

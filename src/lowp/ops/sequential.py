@@ -35,11 +35,11 @@ class Sequential(nn.Sequential):
         """Split the modules into groups; done whenever the list changes, never in `forward`, which is traced."""
         self._groups = tuple(_group(list(self._modules.values())))
 
-    def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
         """Run all modules in order.
 
         Args:
-            input: `[..., in_features]`, as the first module takes it.
+            input_: `[..., in_features]`, as the first module takes it.
             *extra_inputs: of all operations, in order.
 
         Returns:
@@ -52,21 +52,21 @@ class Sequential(nn.Sequential):
         at = 0
         for group in self._groups:
             if not isinstance(group, OperationFuser):
-                input = group(input)
+                input_ = group(input_)
                 continue
             stop = at + group.num_extra_inputs
-            input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
+            input_ = group(input_, *extra_inputs[at:stop], recipe=self.recipe)
             at = stop
-            if isinstance(input, tuple):
-                input, *extra = input
+            if isinstance(input_, tuple):
+                input_, *extra = input_
                 extra_outputs.extend(extra)
         if at != len(extra_inputs):
             raise ValueError(f"Sequential: the operations take {at} extra inputs, got {len(extra_inputs)}.")
-        return (input, *extra_outputs) if extra_outputs else input
+        return (input_, *extra_outputs) if extra_outputs else input_
 
     @property
     def plan(self) -> str:
-        """What runs, fused or not, in each direction, under the recipe in force and for inputs in the weights' dtype."""
+        """What runs fused in each direction, under the recipe in force and for inputs in the weights' dtype."""
         recipe = self.recipe or current_recipe()
         dtype = next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
         lines = [f"recipe   {recipe if recipe is not None else 'high precision'}"]

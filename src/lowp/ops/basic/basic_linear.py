@@ -10,6 +10,7 @@ transposed quantized input alone; the weight is cast again in backward with the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,11 +181,12 @@ class BasicLinear(BasicOperation):
     def setup_linear(self, ctx: OperationContext, args: LinearForwardArgs, aux: tuple[Tensor, ...]) -> None:
         """Fill this operation's context; for fusions too."""
         input_, wgrad = args.input, self.weight.requires_grad
-        original, kept = None, (None, None)
+        original: Tensor | None = None
+        kept: Sequence[Tensor | None] = (None, None)
         statistics = aux[-1] if args.weight_quantizer is not None and ctx.input_requires_grad else None
         if isinstance(input_, Quantized):
-            leading = input_.row_data.shape[:-1]  # type: ignore[union-attr]
-            kept = (input_.column_data, input_.column_scale) if args.keep_column else input_[:2]
+            leading = input_.row[0].shape[:-1]
+            kept = input_.column if args.keep_column else input_.row
         else:
             leading = input_.shape[:-1]
             if args.keep_column or args.keep_row:
@@ -216,6 +218,7 @@ class BasicLinear(BasicOperation):
         recipe = ctx.recipe
         override = None if recipe is None else recipe.backward_override
         original, kept, kept_scale, weight, statistics = ctx.saved_tensors
+        assert weight is not None
         input_: Tensor | Quantized | None = original
         if kept is not None and ctx.kept_by_row:
             input_ = Quantized(kept, kept_scale, None, None)

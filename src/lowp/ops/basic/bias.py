@@ -80,7 +80,7 @@ class Bias(BasicOperation):
         return f"size={self.size}"
 
     def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
-        """torch's promotion."""
+        """As torch promotes the input's and the bias's."""
         return torch.promote_types(input_dtype, self.bias.dtype)
 
     def pack_forward_args(
@@ -91,17 +91,20 @@ class Bias(BasicOperation):
         prev_op_grad_output_quantizer: QuantizeRequest | None,
         **_: Any,
     ) -> BiasForwardArgs:
+        """The input and the bias."""
         check_size("Bias", "the last axis of the input", input_, self.size)
         basic_op_ctxs[0].bias_request = prev_op_grad_output_quantizer
         return BiasForwardArgs(input_, self.bias)
 
     @classmethod
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
+        """The sum."""
         return args.input + args.bias, ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
     ) -> BiasBackwardArgs:
+        """The gradient, and what the operation before reads."""
         request = basic_op_ctxs[0].bias_request
         return BiasBackwardArgs(
             grad_output,
@@ -114,6 +117,7 @@ class Bias(BasicOperation):
 
     @classmethod
     def backward_compute(cls, args: BiasBackwardArgs, *, in_custom_op: bool = False) -> Any:
+        """The bias's gradient, with the quantized gradient where the operation before reads it."""
         dy_MN = as_matrix(args.grad_output)
         grad_input: Quantized | None = None
         grad_bias: Tensor | None = None

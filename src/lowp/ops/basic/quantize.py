@@ -30,8 +30,9 @@ class QuantizeArgs:
 
 
 def _pack(value: Tensor, quantizer: Quantizer | None, request: QuantizeRequest | None) -> QuantizeArgs:
-    wanted = request is not None and request.quantizer == quantizer
-    return QuantizeArgs(value, quantizer, wanted and request.row, wanted and request.column)
+    if request is None or request.quantizer != quantizer:
+        return QuantizeArgs(value, quantizer, row=False, column=False)
+    return QuantizeArgs(value, quantizer, request.row, request.column)
 
 
 def _compute(args: QuantizeArgs) -> Tensor | Quantized | None:
@@ -86,6 +87,7 @@ class Quantize(BasicOperation):
         """The input, and what the next operation reads."""
         ctx = basic_op_ctxs[0]
         ctx.grad_request = prev_op_grad_output_quantizer
+        assert ctx.recipe is not None  # bypassed otherwise
         return _pack(input_, ctx.recipe.quantizer("input") if self.quantizes_forward else None, next_op_input_quantizer)
 
     @classmethod
