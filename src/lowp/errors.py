@@ -20,6 +20,13 @@ def message(op: str, rule: str, got: object = _NOTHING, hint: str = "") -> str:
     return f"{text}. {hint}".rstrip()
 
 
+def fail(
+    op: str, rule: str, *, got: object = _NOTHING, hint: str = "", error: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise `error` with a full message: for hot paths, where `got` is worth making only if the rule is broken."""
+    raise error(message(op, rule, got, hint))
+
+
 def require(
     condition: bool,
     op: str,
@@ -40,9 +47,4 @@ def require(
         error: the exception's class.
     """
     if not condition:
-        raise error(message(op, rule, got, hint))
-
-
-def unreachable(op: str, detail: str) -> NoReturn:
-    """A bug of ours, not of the caller's."""
-    raise AssertionError(message(op, detail, hint="Please report this as a bug in lowp."))
+        fail(op, rule, got=got, hint=hint, error=error)

@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-from lowp.errors import require
+from lowp.errors import fail, require
 from lowp.formats import ElementFormat
 from lowp.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from lowp.values import Value
@@ -88,7 +88,8 @@ class Recipe(Value):
         Raises:
             ValueError: no such role.
         """
-        require(role in ROLES, f"{type(self).__name__}.quantizer", f"role must be one of {ROLES}", got=role)
+        if role not in ROLES:
+            fail(f"{type(self).__name__}.quantizer", f"role must be one of {ROLES}", got=repr(role))
         return self._quantizers[role]
 
     def gemm(self, name: Gemm) -> MMParams:
@@ -100,7 +101,8 @@ class Recipe(Value):
         Raises:
             ValueError: no such GEMM.
         """
-        require(name in GEMMS, f"{type(self).__name__}.gemm", f"name must be one of {GEMMS}", got=repr(name))
+        if name not in GEMMS:
+            fail(f"{type(self).__name__}.gemm", f"name must be one of {GEMMS}", got=repr(name))
         return getattr(self, f"fp8_gemm_{name}")
 
     def __str__(self) -> str:

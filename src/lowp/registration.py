@@ -9,6 +9,7 @@ arguments decides the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class Registered:
     allocate: Callable[..., Any]
 
 
+_RESERVED = re.compile(r"\b(mode|_mutable_op|_all_bases)(?=[,)])")
+
 REGISTRY: dict[str, Registered] = {}
 """Every operator of `lowp::` by name; the conformance suite walks it."""
 
@@ -48,7 +51,7 @@ def register(
         allocate: fake kernel.
 
     Raises:
-        ValueError: an operator of this name is registered.
+        ValueError: an operator of this name is registered, or an argument's name is reserved.
 
     Returns:
         A function of the operator's arguments, all positional. It goes through the dispatcher when a graph is being
@@ -63,6 +66,9 @@ def register(
         got=f"lowp::{name} again",
         hint="Rename the operation's class.",
     )
+    if "!)" in schema:
+        reserved = _RESERVED.findall(schema)
+        require(not reserved, f"lowp::{name}", "arguments of a mutating operator need other names", got=reserved)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     kernels = {"cpu": _without_autocast(ref), "cuda": _on_device(_without_autocast(launch))}
     LIBRARY.impl(name, kernels["cpu"], "CPU")
@@ -72,12 +78,18 @@ def register(
     REGISTRY[name] = Registered(overload, ref, launch, allocate)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _interposed(args):
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_is_interposed():
             return overload(*args)
-        return kernels[_device(args).type](*args)
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and type(arg) not in _PLAIN:
+                return overload(*args)
+        return kernels.get(_device(args).type, overload)(*args)
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
@@ -85,15 +97,6 @@ def _device(args: tuple[Any, ...]) -> torch.device:
         if isinstance(arg, torch.Tensor):
             return arg.device
     return torch.device("cpu")
-
-
-def _interposed(args: tuple[Any, ...]) -> bool:
-    if dispatch_is_interposed():
-        return True
-    return any(
-        isinstance(arg, torch.Tensor) and type(arg) is not torch.Tensor and type(arg) is not torch.nn.Parameter
-        for arg in args
-    )
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,16 @@ def dispatch_is_interposed() -> bool:
     return _dispatch_modes() > 0 or _functorch_level() is not None
 
 
+def constant(number: Any) -> Any:
+    """The number itself, also where it is symbolic in traced code: the graph then holds for this number only."""
+    if not torch.compiler.is_compiling():
+        return number
+    from torch.fx.experimental import symbolic_shapes
+
+    guard: Any = symbolic_shapes.__dict__.get("guard_scalar")
+    return number if guard is None else guard(number)
+
+
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group of this name."""
     from torch.distributed import distributed_c10d

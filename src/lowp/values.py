@@ -18,8 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from lowp.torch_compat import constant
+
 _SIMPLE = "None, bool, int, float, str, torch.dtype, enum, lowp Value, and tuples or Dict[str, simple] of them"
 _DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_NUMBERS: dict[Any, type] = {float: float, "float": float, bool: bool, "bool": bool}
+"""Annotations whose values are brought to one type, so that 0, False and 0.0 have one string where they are equal."""
+_JSON_FLOATS = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
 _CLASSES: dict[str, type] = {}
 
 
@@ -37,16 +42,22 @@ class Value:
     bundle: str
     """The value as a string: equal values have equal strings."""
 
-    _own_fields: ClassVar[tuple[str, ...]] = ()
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _CLASSES[_class_key(cls)] = cls
 
     def __post_init__(self) -> None:
         cls = type(self)
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}  # type: ignore[arg-type]
-        body = ",".join(f"{json.dumps(name)}:{encode(value, cls, name)}" for name, value in fields.items())
+        entries = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            kind = _NUMBERS.get(field.type)
+            if kind is not None and isinstance(value, int):
+                value = kind(value)
+                object.__setattr__(self, field.name, value)
+            if field.init:
+                entries.append(f'"{field.name}":{encode(value, cls, field.name)}')
+        body = ",".join(entries)
         object.__setattr__(self, "bundle", f'{{"{_class_key(cls)}":{{{body}}}}}')
 
 
@@ -66,31 +77,41 @@ def encode(value: Any, owner: type | None = None, name: str = "") -> str:
     """
     if value is None:
         return "null"
+    if isinstance(value, enum.Enum):
+        cls = type(value)
+        if "<locals>" in cls.__qualname__:
+            raise TypeError(f"{_where(owner, name)}: an enum must be importable to cross into a registered operator, got {cls}.")
+        return f'{{"enum":["{cls.__module__}","{cls.__qualname__}","{value.name}"]}}'
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
+    if isinstance(value, int):
+        return repr(constant(value))
+    if isinstance(value, float):
+        text = repr(constant(value))
+        return _JSON_FLOATS.get(text, text)
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, torch.dtype):
         return '{"dtype":"' + _DTYPE_NAMES[value] + '"}'
     if isinstance(value, Value):
         return value.bundle
-    if isinstance(value, enum.Enum):
-        cls = type(value)
-        return f'{{"enum":["{cls.__module__}","{cls.__qualname__}","{value.name}"]}}'
     if isinstance(value, (tuple, list)):
         return "[" + ",".join([encode(v, owner, name) for v in value]) + "]"
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return '{"dict":{' + ",".join([encode(k) + ":" + encode(v, owner, name) for k, v in value.items()]) + "}}"
-    where = "encode" if owner is None else f"{owner.__name__}.{name}"
-    raise TypeError(f"{where}: a value that crosses into a registered operator must be {_SIMPLE}, got {type(value)}.")
+        return '{"dict":{' + ",".join([encode(k) + ":" + encode(value[k], owner, name) for k in sorted(value)]) + "}}"
+    raise TypeError(
+        f"{_where(owner, name)}: a value that crosses into a registered operator must be {_SIMPLE}, got {type(value)}."
+    )
+
+
+def _where(owner: type | None, name: str) -> str:
+    return "encode" if owner is None else f"{owner.__name__}.{name}"
 
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> Any:
     """Read a value bundle back; the inverse of `encode`."""
-    return _revive(json.loads(text))
+    return _revive(json.loads(text, strict=False))  # strings hold control characters as they are
 
 
 def _revive(node: Any) -> Any:

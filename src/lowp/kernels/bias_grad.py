@@ -81,7 +81,7 @@ def _partial_kernel(
     n = tl.program_id(0).to(tl.int64) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     m = g * SUMS * TILES + tl.arange(0, SUMS)[:, None]
     sums = tl.zeros([SUMS, BLOCK_N], tl.float32)
-    for tile in tl.static_range(TILES):
+    for tile in range(TILES):
         row = m + tile * SUMS
         sums += tl.load(dy_ptr + row * stride_m + n * stride_n, mask=(row < M) & (n < N), other=0.0).to(tl.float32)
     tl.store(partial_ptr + g * N + n, fold(sums), mask=n < N)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.errors import require
+from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION, ElementFormat
-from lowp.kernels.cast import pad_contraction
+from lowp.kernels.cast import CONTRACTION_ALIGNMENT, pad_contraction
 from lowp.registration import register
 
 FP8_DTYPES = tuple(fmt.dtype for fmt in ElementFormat)
@@ -53,12 +53,7 @@ def scaled_gemm(
         ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take.
     """
     _check_scaled("scaled_gemm", a_MC, b_NC, dtype)
-    require(
-        bias_N is None or bias_N.shape == (b_NC.shape[0],),
-        "scaled_gemm",
-        "bias_N must have one element for each row of b_NC",
-        got=None if bias_N is None else tuple(bias_N.shape),
-    )
+    _check_bias("scaled_gemm", b_NC, bias_N)
     return _scaled_gemm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation)
 
 
@@ -104,9 +99,10 @@ def gemm(a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None = None, *, dtype: tor
         y_MN: `[M, N]` `dtype`, row-major.
 
     Raises:
-        ValueError: the operands don't fit each other.
+        ValueError: the operands or the bias don't fit each other.
     """
     _check_shapes("gemm", a_MC, b_NC)
+    _check_bias("gemm", b_NC, bias_N)
     return _gemm(a_MC, b_NC, bias_N, dtype)
 
 
@@ -128,37 +124,32 @@ def gemm_into(a_MC: Tensor, b_NC: Tensor, out_MN: Tensor, *, accumulate: bool) -
 
 
 def _check_shapes(op: str, a_MC: Tensor, b_NC: Tensor) -> None:
-    require(
-        a_MC.ndim == 2 and b_NC.ndim == 2 and a_MC.shape[1] == b_NC.shape[1],
-        op,
-        "operands must be [M, C] and [N, C]",
-        got=(tuple(a_MC.shape), tuple(b_NC.shape)),
-    )
+    if not (a_MC.ndim == 2 and b_NC.ndim == 2 and a_MC.shape[1] == b_NC.shape[1]):
+        fail(op, "operands must be [M, C] and [N, C]", got=(tuple(a_MC.shape), tuple(b_NC.shape)))
 
 
 def _check_scaled(op: str, a_MC: Tensor, b_NC: Tensor, dtype: torch.dtype) -> None:
     _check_shapes(op, a_MC, b_NC)
     for x in (a_MC, b_NC):
-        require(x.dtype in FP8_DTYPES, op, "operands must be fp8", got=x.dtype)
-        require(x.is_contiguous(), op, "operands must be row-major", got=f"strides {x.stride()}")
-    require(
-        a_MC.shape[1] == pad_contraction(a_MC.shape[1]),
-        op,
-        "the contraction axis must be padded to a multiple of 16",
-        got=a_MC.shape[1],
-        hint="lowp.kernels.cast pads it.",
-    )
-    require(dtype in HIGH_PRECISION, op, "the result must be fp32, bf16 or fp16", got=dtype)
+        if x.dtype not in FP8_DTYPES:
+            fail(op, "operands must be fp8", got=x.dtype)
+        if not x.is_contiguous():
+            fail(op, "operands must be row-major", got=f"strides {x.stride()}", hint="Pass the transposed copy.")
+    if a_MC.shape[1] % CONTRACTION_ALIGNMENT:
+        rule = f"the contraction axis must be padded to a multiple of {CONTRACTION_ALIGNMENT}"
+        fail(op, rule, got=a_MC.shape[1], hint="lowp.kernels.cast pads it.")
+    if dtype not in HIGH_PRECISION:
+        fail(op, "the result must be fp32, bf16 or fp16", got=dtype)
+
+
+def _check_bias(op: str, b_NC: Tensor, bias_N: Tensor | None) -> None:
+    if bias_N is not None and bias_N.shape != (b_NC.shape[0],):
+        fail(op, "bias_N must have one element for each row of b_NC", got=tuple(bias_N.shape))
 
 
 def _check_out(op: str, a_MC: Tensor, b_NC: Tensor, out_MN: Tensor) -> None:
-    require(
-        out_MN.shape == (a_MC.shape[0], b_NC.shape[0]),
-        op,
-        "out_MN must be [M, N]",
-        got=tuple(out_MN.shape),
-        hint=f"The product is [{a_MC.shape[0]}, {b_NC.shape[0]}].",
-    )
+    if out_MN.shape != (a_MC.shape[0], b_NC.shape[0]):
+        fail(op, f"out_MN must be [{a_MC.shape[0]}, {b_NC.shape[0]}]", got=tuple(out_MN.shape))
 
 
 # ---- references: CPU kernels. torch._scaled_mm on a CPU is 1000 times slower and returns garbage for C = 0.
