@@ -4,7 +4,18 @@ from lowp import ops, recipe
 from lowp.errors import Unsupported
 from lowp.ops import compile_boundary
 from lowp.quantization import Quantized, autocast, current_recipe, quantize
+from lowp.support import recipe_support
 
 __version__ = "0.1.0"
 
-__all__ = ["Quantized", "Unsupported", "autocast", "compile_boundary", "current_recipe", "ops", "quantize", "recipe"]
+__all__ = [
+    "Quantized",
+    "Unsupported",
+    "autocast",
+    "compile_boundary",
+    "current_recipe",
+    "ops",
+    "quantize",
+    "recipe",
+    "recipe_support",
+]

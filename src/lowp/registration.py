@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,56 +71,54 @@ def register(
         reserved = _RESERVED.findall(schema)
         require(not reserved, f"lowp::{name}", "arguments of a mutating operator need other names", got=reserved)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    kernels = {"cpu": _without_autocast(ref), "cuda": _on_device(_without_autocast(launch))}
-    LIBRARY.impl(name, kernels["cpu"], "CPU")
-    LIBRARY.impl(name, kernels["cuda"], "CUDA")
+    LIBRARY.impl(name, _guarded(ref), "CPU")
+    LIBRARY.impl(name, _guarded(launch), "CUDA")
     torch.library.register_fake(f"lowp::{name}", allocate, lib=LIBRARY)
     overload = getattr(torch.ops.lowp, name).default
     REGISTRY[name] = Registered(overload, ref, launch, allocate)
 
+    kernels = {"cpu": ref, "cuda": launch}
+
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_is_interposed():
             return overload(*args)
+        device = None
         for arg in args:
-            if isinstance(arg, torch.Tensor) and type(arg) not in _PLAIN:
+            kind = type(arg)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                device = device or arg.device
+            elif isinstance(arg, torch.Tensor):
                 return overload(*args)
-        return kernels.get(_device(args).type, overload)(*args)
+        if device is None or device.type not in kernels or _needs_guard(device):
+            return overload(*args)
+        return kernels[device.type](*args)
 
     call.__name__ = call.__qualname__ = name
     return call
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _needs_guard(device: torch.device) -> bool:
+    """Whether a kernel on this device can't run as things stand: see `_guarded`."""
+    if torch.is_autocast_enabled(device.type):
+        return True
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
-def _device(args: tuple[Any, ...]) -> torch.device:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device
-    return torch.device("cpu")
+def _guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `kernel` with torch.autocast off, which would change its inner calls, and under its tensors' device.
 
-
-def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `kernel` with torch.autocast off: its inner torch calls would change dtype otherwise."""
+    Triton launches on the current device.
+    """
 
     def call(*args: Any) -> Any:
-        device = _device(args).type
-        if not torch.is_autocast_enabled(device):
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        if not _needs_guard(device):
             return kernel(*args)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device.type, enabled=False), _under(device):
             return kernel(*args)
 
     return call
 
 
-def _on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `kernel` under its first argument's device: Triton launches on the current one."""
-
-    def call(*args: Any) -> Any:
-        index = _device(args).index
-        if index == torch.cuda.current_device():
-            return kernel(*args)
-        with torch.cuda.device(index):
-            return kernel(*args)
-
-    return call
+def _under(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

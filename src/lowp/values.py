@@ -14,7 +14,7 @@ import enum
 import functools
 import json
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -80,7 +80,9 @@ def encode(value: Any, owner: type | None = None, name: str = "") -> str:
     if isinstance(value, enum.Enum):
         cls = type(value)
         if "<locals>" in cls.__qualname__:
-            raise TypeError(f"{_where(owner, name)}: an enum must be importable to cross into a registered operator, got {cls}.")
+            raise TypeError(
+                f"{_where(owner, name)}: an enum must be importable to cross into a registered operator, got {cls}."
+            )
         return f'{{"enum":["{cls.__module__}","{cls.__qualname__}","{value.name}"]}}'
     if isinstance(value, bool):
         return "true" if value else "false"

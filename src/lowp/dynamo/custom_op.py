@@ -93,10 +93,9 @@ def _register_variant(
 ) -> Callable[..., Any]:
     def kernel_of(function: Callable[[Any], tuple[Any, ...]]) -> Callable[..., Any]:
         def kernel(*flat: Any) -> Any:
-            values = _distinct(_flatten_results(name, function(schema.unflatten(flat)), results))
+            values = _fresh(name, _flatten_results(name, function(schema.unflatten(flat)), results), flat)
             if mutating:
-                device = next(arg.device for arg in flat if isinstance(arg, Tensor))
-                values = [_marker(device) if value is None else value for value in values]
+                values = _with_markers(name, values, next(arg.device for arg in flat if isinstance(arg, Tensor)))
             return tuple(values) if len(values) > 1 else (values or [None])[0]
 
         return kernel
@@ -122,15 +121,24 @@ def _flatten_results(name: str, values: tuple[Any, ...], results: Results) -> li
     return flat
 
 
-def _distinct(values: list[Any]) -> list[Any]:
-    """No tensor twice: an operator's results may not alias each other (both copies may share a scale)."""
+def _fresh(name: str, values: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
+    """Results that alias neither an argument nor each other: a clone stands in for a tensor that comes twice."""
+    given = {id(argument) for argument in arguments if isinstance(argument, Tensor)}
     seen: set[int] = set()
-    for position, value in enumerate(values):
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                values[position] = value.clone()
-            seen.add(id(value))
-    return values
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fresh(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in given:
+            raise RuntimeError(f"{name}: a result can't be one of the arguments. Return None for it, or a copy.")
+        if id(value) in seen:
+            return value.clone()
+        seen.add(id(value))
+        return value
+
+    return [fresh(value) for value in values]
 
 
 def _unflatten_results(flat: list[Any], results: Results) -> tuple[Any, ...]:
@@ -147,8 +155,10 @@ def _unflatten_results(flat: list[Any], results: Results) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _marker(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.bool, device=device)
+def _with_markers(name: str, values: list[Any], device: torch.device) -> list[Tensor]:
+    if any(value is not None and value.dtype is torch.bool for value in values):
+        raise RuntimeError(f"{name}: an operator that changes its arguments can't return bool tensors.")
+    return [torch.empty(0, dtype=torch.bool, device=device) if value is None else value for value in values]
 
 
 def _absent_if_marker(value: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ A field's annotation decides how it crosses into a registered operator:
     Mutable                     one slot, changed in place      Tensor(a!)? x
     Quantized, Quantized | None four slots                      Tensor? x_row_data, ...
     Tensor | Quantized          five slots, likewise with None  Tensor? x, Tensor? x_row_data, ...
-    Sizes                       one slot                        SymInt[] x
+    Sizes, Sizes | None         one slot                        SymInt[] x
     ProcessGroup, or None       one slot, its name              str? x
     anything simple             a place in the value bundle     str bundle
 """
@@ -37,6 +37,7 @@ Sizes = tuple[int, ...]
 
 _SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype)
 _COMPONENTS = Quantized._fields
+_TENSOR_KINDS = ("tensor", "quantized", "tensor_or_quantized")
 
 
 class Field(NamedTuple):
@@ -73,13 +74,17 @@ class ArgumentSchema:
         self.args_type = args_type
         hints = typing.get_type_hints(args_type, include_extras=True)
         fields = [_classify(args_type, f.name, hints[f.name]) for f in dataclasses.fields(args_type) if f.init]
-        unknown = set(optional_fields) - {f.name for f in fields}
-        if unknown:
-            raise TypeError(f"{args_type.__name__}: GRAD_OUTPUT_FIELDS names {sorted(unknown)}, which it doesn't have.")
+        wrong = set(optional_fields) - {f.name for f in fields if f.kind in _TENSOR_KINDS}
+        if wrong:
+            raise TypeError(f"{args_type.__name__}: GRAD_OUTPUT_FIELDS names {sorted(wrong)}, not tensor fields of it.")
         fields = [f._replace(optional=f.optional or f.name in optional_fields) for f in fields]
         self.slots = tuple(f for f in fields if f.kind != "simple")
         self.simple = tuple(f for f in fields if f.kind == "simple")
         self.mutable = tuple(f.name for f in fields if f.mutable)
+        names = [name for f in self.slots for name in _slot_names(f)] + ["bundle"]
+        for field in self.slots:
+            if any(names.count(name) > 1 for name in _slot_names(field)):
+                raise TypeError(f"{args_type.__name__}.{field.name}: another argument of the operator has this name.")
 
     def declare(self, *, mutating: bool) -> str:
         """The operator's parameters, in schema language."""
@@ -87,16 +92,14 @@ class ArgumentSchema:
         aliases = iter("abcdefghijklmnopqrstuvwxyz")
         for field in self.slots:
             if field.kind == "sizes":
-                declared.append(f"SymInt[] {field.name}")
+                declared.append(f"SymInt[]{'?' if field.optional else ''} {field.name}")
             elif field.kind == "group":
                 declared.append(f"str? {field.name}")
             elif field.kind == "tensor":
                 alias = f"({next(aliases)}!)" if field.mutable and mutating else ""
                 declared.append(f"Tensor{alias}{'?' if field.optional else ''} {field.name}")
             else:
-                if field.kind == "tensor_or_quantized":
-                    declared.append(f"Tensor? {field.name}")
-                declared.extend(f"Tensor? {field.name}_{component}" for component in _COMPONENTS)
+                declared.extend(f"Tensor? {name}" for name in _slot_names(field))
         return ", ".join([*declared, "str bundle"])
 
     def flatten(self, args: Any) -> list[Any]:
@@ -105,7 +108,7 @@ class ArgumentSchema:
         for field in self.slots:
             value = getattr(args, field.name)
             if field.kind == "sizes":
-                flat.append(list(value))
+                flat.append(None if value is None else list(value))
             elif field.kind == "group":
                 flat.append(None if value is None else value.group_name)
             elif field.kind == "tensor":
@@ -128,11 +131,17 @@ class ArgumentSchema:
             value = flat[at]
             at += 1
             if field.kind == "sizes":
-                value = tuple(value)
-            elif field.kind == "group" and value is not None:
-                value = process_group(value)
+                value = None if value is None else tuple(value)
+            elif field.kind == "group":
+                value = None if value is None else process_group(value)
             values[field.name] = value
         return self.args_type(**values)
+
+
+def _slot_names(field: Field) -> list[str]:
+    """The operator's parameters that a field takes."""
+    components = [f"{field.name}_{component}" for component in _COMPONENTS]
+    return {"quantized": components, "tensor_or_quantized": [field.name, *components]}.get(field.kind, [field.name])
 
 
 def slot_count(kind: str) -> int:
@@ -168,13 +177,12 @@ def _classify(owner: type, name: str, hint: Any) -> Field:
     if typing.get_origin(hint) is Annotated:
         hint, *notes = typing.get_args(hint)
         mutable = _MUTABLE in notes
-    if hint == Sizes:
-        return Field(name, "sizes", False, False)
     members = set(typing.get_args(hint)) if _is_union(hint) else {hint}
+    members = {Sizes if typing.get_args(member) == (int, ...) else member for member in members}
     optional = type(None) in members
     members -= {type(None)}
     kinds = {frozenset({Tensor}): "tensor", frozenset({Quantized}): "quantized", frozenset({ProcessGroup}): "group"}
-    kinds[frozenset({Tensor, Quantized})] = "tensor_or_quantized"
+    kinds |= {frozenset({Tensor, Quantized}): "tensor_or_quantized", frozenset({Sizes}): "sizes"}
     kind = kinds.get(frozenset(members))
     if kind is not None:
         return Field(name, kind, optional, mutable)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -20,4 +22,42 @@ except ImportError:
 
     triton = tl = None
 
-__all__ = ["jit", "tl", "triton"]
+_COMPILED: dict[Any, Any] = {}
+
+
+def launch(
+    kernel: Any, programs: int | tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int
+) -> None:
+    """Launch a kernel, whose `tl.constexpr` parameters come last, with less host work than `kernel[grid](...)`.
+
+    The compiled kernel that Triton's own launch gives is kept under what Triton specializes on (dtypes, alignment,
+    sizes of 1, multiples of 16, 64-bit sizes) and is called directly from then on.
+
+    Args:
+        kernel: a `jit` function.
+        programs: the grid.
+        args: all arguments but the constants: tensors, None, numbers.
+        constants: the `tl.constexpr` arguments.
+        num_warps: warps of a program.
+    """
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+    key = (id(kernel), torch.cuda.current_device(), num_warps, constants, *[_specialized(arg) for arg in args])
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[grid](*args, *constants, num_warps=num_warps)
+    else:
+        compiled[grid](*args, *constants)
+
+
+def _specialized(arg: Any) -> Any:
+    kind = type(arg)
+    if kind is int:
+        return arg == 1 or ("i64" if arg > _INT32_MAX else "i32", arg % 16 == 0)
+    if kind is float or arg is None:
+        return kind
+    return arg.dtype, arg.data_ptr() % 16 == 0
+
+
+_INT32_MAX = 2**31 - 1
+
+__all__ = ["jit", "launch", "tl", "triton"]

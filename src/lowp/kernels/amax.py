@@ -19,7 +19,7 @@ from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import jit, tl
 from lowp.registration import register
 
-PARTIALS = 1024
+PARTIALS = 512
 """Parts on CUDA: one a program, enough programs to fill every GPU."""
 
 
@@ -57,7 +57,7 @@ def _amax_kernel(
 ):
     part = tl.program_id(0)
     amax_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for block in range(part, blocks, tl.num_programs(0)):
+    for block in tl.range(part, blocks, tl.num_programs(0), num_stages=3):
         r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         x = tl.load(x_ptr + r * stride_r + c * stride_c, mask=(r < rows) & (c < cols), other=0.0)
@@ -74,8 +74,8 @@ class Config(NamedTuple):
     num_warps: int
 
 
-DENSE = Config(block_r=1, block_c=8192, num_warps=8)
-STRIDED = Config(block_r=64, block_c=128, num_warps=8)
+DENSE = Config(block_r=1, block_c=4096, num_warps=4)
+STRIDED = Config(block_r=32, block_c=128, num_warps=4)
 
 
 def _amax_launch(x: Tensor, config: Config | None = None) -> Tensor:

@@ -1,13 +1,14 @@
 """Bias gradient: sums over the rows of the output gradient.
 
-    sums_RN[r]    = dy_MN[r] + dy_MN[r + 64] + dy_MN[r + 128] + dy_MN[r + 192]    within a group of 256 rows, in fp32
-    partial_GN[g] = sums_RN folded: row r + row (r + 32), then row r + row (r + 16), ... down to one row
-    bias_grad_N   = partial_GN summed over G in the same way
+    partial_GN  = sum of each group of 64 rows of dy_MN, in fp32
+    bias_grad_N = sum of 64 running sums, the r-th of partial_GN[r], partial_GN[r + 64], ... in this order
 
-Shape legend: M = rows (tokens), N = features, G = ceil(M / 256) groups of rows, R = 64 running sums of a group.
+    sum of 64 rows: row r + row r + 32, then row r + row r + 16, then four times row 2r + row 2r + 1
+
+Shape legend: M = rows (tokens), N = features, G = ceil(M / 64) groups of rows.
 The order of the additions is part of the definition on CUDA, whatever the tiles and the layouts of a kernel: so a
-kernel that computes the bias gradient beside something else gives the same bits. A fold adds two halves, and the sum
-of two numbers has one order only, which leaves the compiler no choice.
+kernel that computes the bias gradient beside something else gives the same bits. All steps add two numbers, and a sum
+of two has one order only, which leaves the compiler no choice.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import jit, tl, triton
 from lowp.registration import register
 
-SUMS = 64
-"""Running sums of a group, R: the rows of a tile."""
-TILES = 4
-"""Tiles of a group, one after the other."""
-GROUP = SUMS * TILES
+GROUP = 64
+"""Rows that are summed to one partial sum."""
 
 
 def bias_grad(dy_MN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,58 +62,63 @@ def bias_grad_ref(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @jit
-def fold(x_RN):
-    """Sum the rows by adding halves: `[R, N]` to `[1, N]`, the same bits in any layout."""
-    if x_RN.shape[0] == 1:
-        return x_RN
-    else:
-        return fold(tl.sum(tl.reshape(x_RN, [2, x_RN.shape[0] // 2, x_RN.shape[1]]), axis=0))
+def sum_group(x_RN):
+    """Sum 64 fp32 rows to one: `[64, N]` to `[1, N]`; two steps within a thread, then one exchange between threads."""
+    x_RN = tl.sum(tl.reshape(x_RN, [2, 32, x_RN.shape[1]]), axis=0)
+    x_RN = tl.sum(tl.reshape(x_RN, [2, 16, x_RN.shape[1]]), axis=0)
+    x_NR = tl.trans(x_RN)
+    for _ in tl.static_range(4):
+        even, odd = tl.split(tl.reshape(x_NR, [x_NR.shape[0], x_NR.shape[1] // 2, 2]))
+        x_NR = even + odd
+    return tl.trans(x_NR)
 
 
 @jit
 def _partial_kernel(
-    dy_ptr, partial_ptr, M, N, stride_m, stride_n, SUMS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr
+    dy_ptr,
+    partial_ptr,
+    M,
+    N,
+    stride_m,
+    stride_n,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     tiles_n = tl.cdiv(N, BLOCK_N)
-    g = tl.program_id(0).to(tl.int64) // tiles_n
+    group = tl.program_id(0).to(tl.int64) // tiles_n
+    m = group * GROUP + tl.arange(0, GROUP)[:, None]
     n = tl.program_id(0).to(tl.int64) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    m = g * SUMS * TILES + tl.arange(0, SUMS)[:, None]
-    sums = tl.zeros([SUMS, BLOCK_N], tl.float32)
-    for tile in range(TILES):
-        row = m + tile * SUMS
-        sums += tl.load(dy_ptr + row * stride_m + n * stride_n, mask=(row < M) & (n < N), other=0.0).to(tl.float32)
-    tl.store(partial_ptr + g * N + n, fold(sums), mask=n < N)
+    dy = tl.load(dy_ptr + m * stride_m + n * stride_n, mask=(m < M) & (n < N), other=0.0)
+    tl.store(partial_ptr + group * N + n, sum_group(dy.to(tl.float32)), mask=n < N)
 
 
 @jit
-def _total_kernel(partial_ptr, out_ptr, G, N, SUMS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _total_kernel(partial_ptr, out_ptr, G, N, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    sums = tl.zeros([SUMS, BLOCK_N], tl.float32)
-    for start in range(0, G, SUMS):
-        g = start + tl.arange(0, SUMS)[:, None].to(tl.int64)
-        sums += tl.load(partial_ptr + g * N + n, mask=(g < G) & (n < N), other=0.0)
-    tl.store(out_ptr + n, fold(sums).to(out_ptr.dtype.element_ty), mask=n < N)
+    running = tl.zeros([GROUP, BLOCK_N], tl.float32)
+    for start in tl.range(0, G, GROUP, num_stages=4):
+        g = start + tl.arange(0, GROUP)[:, None].to(tl.int64)
+        running += tl.load(partial_ptr + g * N + n, mask=(g < G) & (n < N), other=0.0)
+    tl.store(out_ptr + n, sum_group(running).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 class Config(NamedTuple):
-    """Launch parameters of `_partial_kernel`."""
+    """Launch parameters of `_partial_kernel` and of `_total_kernel`."""
 
     block_n: int
     num_warps: int
 
 
-PARTIAL = Config(block_n=128, num_warps=4)
-TOTAL_BLOCK_N = 32
-TOTAL_WARPS = 4
+PARTIAL = Config(block_n=128, num_warps=8)
+TOTAL = Config(block_n=16, num_warps=2)
 
 
 def _bias_grad_launch(dy_MN: Tensor, dtype: torch.dtype, config: Config = PARTIAL) -> Tensor:
     M, N = dy_MN.shape
     partial_GN = allocate_partial(dy_MN)
     block_n, num_warps = config
-    _partial_kernel[(partial_GN.shape[0] * triton.cdiv(N, block_n),)](
-        dy_MN, partial_GN, M, N, *dy_MN.stride(), SUMS, TILES, block_n, num_warps=num_warps
-    )
+    programs = triton.cdiv(M, GROUP) * triton.cdiv(N, block_n)
+    _partial_kernel[(programs,)](dy_MN, partial_GN, M, N, *dy_MN.stride(), GROUP, block_n, num_warps=num_warps)
     return total_launch(partial_GN, dtype)
 
 
@@ -123,9 +126,8 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum the partial sums: the second launch of every kernel that computes a bias gradient."""
     G, N = partial_GN.shape
     bias_grad_N = partial_GN.new_empty(N, dtype=dtype)
-    _total_kernel[(triton.cdiv(N, TOTAL_BLOCK_N),)](
-        partial_GN, bias_grad_N, G, N, SUMS, TOTAL_BLOCK_N, num_warps=TOTAL_WARPS
-    )
+    block_n, num_warps = TOTAL
+    _total_kernel[(triton.cdiv(N, block_n),)](partial_GN, bias_grad_N, G, N, GROUP, block_n, num_warps=num_warps)
     return bias_grad_N
 
 

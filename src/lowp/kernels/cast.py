@@ -1,12 +1,8 @@
 """Cast with one scale for the tensor: FP8 data for GEMMs, from the tensor's amax.
 
-    amax = max(max_P amax_P, amax_epsilon)
-    multiplier = fmt.max / amax     (1 where amax is 0; at most the largest fp32; power_2_scale: mantissa cleared)
-    q = saturate(x * multiplier), to nearest even       scale = 1 / multiplier
-    row_data[m, k] = q_MK       column_data[k, m] = q_MK       bias_grad_K = sum_M x_MK
-
-All in fp32 with IEEE division. NaN becomes `NAN_CODE`; Inf stays Inf where the format has it, else becomes NaN: what
-is not finite stays visible, and the rest keeps the scale of the finite elements.
+    q_MK = encode(x_MK * multiplier)            scale = 1 / multiplier          (see lowp.kernels.float8)
+    row_data[m, k] = q_MK[m, k]                 column_data[k, m] = q_MK[m, k]
+    bias_grad_K = sum of x_MK over M            (see lowp.kernels.bias_grad)
 
 Shape legend: M = rows (tokens), K = features, P = parts of amax, K16 and M16 = K and M rounded up to a multiple of 16.
 The last axis of both copies is a GEMM's contraction axis: it is padded with zeros to the multiple that the GEMM needs.
@@ -21,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lowp.errors import require
-from lowp.formats import HIGH_PRECISION, NAN_CODE, ElementFormat
+from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import jit, tl, triton
-from lowp.kernels.bias_grad import SUMS, TILES, allocate_partial, bias_grad_ref, fold, total_launch
+from lowp.kernels.bias_grad import GROUP, allocate_partial, bias_grad_ref, sum_group, total_launch
+from lowp.kernels.float8 import encode, encode_ref, load_multiplier, multiplier_ref
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.registration import register
 from lowp.values import decode
@@ -118,8 +115,8 @@ def _cast_ref(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The formula, line by line."""
     spec: Float8CurrentScalingQuantizer = decode(quantizer)
-    multiplier = _multiplier_ref(amax_P, spec)
-    codes_MK = _encode_ref(x_MK, multiplier, spec.fmt)
+    multiplier = multiplier_ref(amax_P, spec)
+    codes_MK = encode_ref(x_MK, multiplier, spec.fmt)
     row_data, column_data, scale = _cast_allocate(x_MK, amax_P, quantizer, row, column)
     for data, codes in ((row_data, codes_MK), (column_data, codes_MK.t())):
         if data is not None:
@@ -129,56 +126,11 @@ def _cast_ref(
     return row_data, column_data, scale.fill_(1.0).div_(multiplier)
 
 
-def _multiplier_ref(amax_P: Tensor, spec: Float8CurrentScalingQuantizer) -> Tensor:
-    """The multiplier, 0-d; full_like, because torch takes number / tensor as number * reciprocal."""
-    amax = amax_P.max().clamp(min=spec.amax_epsilon)
-    multiplier = torch.full_like(amax, spec.fmt.max) / amax
-    multiplier = torch.where(amax == 0, 1.0, multiplier).clamp(max=torch.finfo(torch.float32).max)
-    if spec.power_2_scale:
-        multiplier = (multiplier.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
-    return multiplier
-
-
-def _encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
-    """The codes of `x * multiplier`, as uint8."""
-    scaled = x.float() * multiplier
-    codes = scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-    codes = torch.where(x.isnan(), NAN_CODE, codes)
-    if fmt.inf_code is None:
-        return torch.where(x.isinf(), NAN_CODE, codes)
-    return torch.where(x.isinf(), fmt.inf_code | x.signbit().to(torch.uint8) << 7, codes)
-
-
 def _cast_bias_grad_ref(
     x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """The two operations, one after the other."""
     return *_cast_ref(x_MK, amax_P, quantizer, row, column), bias_grad_ref(x_MK, dtype)
-
-
-@jit
-def _load_multiplier(amax_ptr, P, epsilon, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, BLOCK_P: tl.constexpr):
-    amax_P = tl.zeros([BLOCK_P], tl.float32)
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        amax_P = tl.maximum(amax_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
-    amax = tl.maximum(tl.max(amax_P), epsilon)
-    multiplier = tl.where(amax == 0.0, 1.0, tl.div_rn(FMT_MAX, amax))
-    multiplier = tl.minimum(multiplier, 3.4028234663852886e38)
-    if POWER_2:
-        multiplier = (multiplier.to(tl.int32, bitcast=True) & ~0x7FFFFF).to(tl.float32, bitcast=True)
-    return multiplier
-
-
-@jit
-def _encode(x, multiplier, FP8: tl.constexpr, FMT_MAX: tl.constexpr):
-    """The FP8 elements of `x * multiplier`; comparisons, since min and max that keep NaN break transposed stores."""
-    y = tl.clamp(x * multiplier, -FMT_MAX, FMT_MAX)
-    if FP8 == tl.float8e5:
-        y = tl.where(x == x, y, x)
-        codes = y.to(FP8).to(tl.uint8, bitcast=True)
-        return (codes + (tl.abs(x) == float("inf")).to(tl.uint8)).to(FP8, bitcast=True)
-    return (y + x * 0.0).to(FP8)
 
 
 @jit
@@ -204,50 +156,50 @@ def _cast_kernel(
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     tiles_k = tl.maximum(tl.cdiv(K_padded, BLOCK_K), 1)
-    strip = program // tiles_k  # a program casts TILES tiles, one below the other
+    tile_m = program // tiles_k
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    m = strip * TILES * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    x_next = tl.load(x_ptr + m * stride_m + k * stride_k, mask=(m < M) & (k < K), other=0.0)
-    multiplier = _load_multiplier(amax_ptr, P, epsilon, FMT_MAX, POWER_2, BLOCK_P)
+    x_pointers = x_ptr + m * stride_m + k * stride_k
+    present = (m < M) & (k < K)
+    if BIAS:  # loads the tile twice, the second time from L1: that takes half the registers
+        x = tl.load(x_pointers, mask=present, other=0.0, eviction_policy="evict_last")
+        tl.store(partial_ptr + tile_m * K + k, sum_group(x.to(tl.float32)), mask=(tile_m * BLOCK_M < M) & (k < K))
+    x = tl.load(x_pointers, mask=present, other=0.0).to(tl.float32)
+    multiplier = load_multiplier(amax_ptr, P, epsilon, FMT_MAX, POWER_2, BLOCK_P)
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
-    sums = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for tile in range(TILES):
-        x = x_next.to(tl.float32)
-        if TILES > 1:
-            below = m + BLOCK_M
-            present = (below < M) & (k < K) & (tile + 1 < TILES)
-            x_next = tl.load(x_ptr + below * stride_m + k * stride_k, mask=present, other=0.0)
-        q = _encode(x, multiplier, row_ptr.dtype.element_ty, FMT_MAX)
-        if ROW:
-            tl.store(row_ptr + m * K_padded + k, q, mask=(m < M) & (k < K_padded))
-        if COLUMN:
-            tl.store(column_ptr + tl.trans(k * M_padded + m), tl.trans(q), mask=tl.trans((k < K) & (m < M_padded)))
-        if BIAS:
-            sums += x
-        m += BLOCK_M
-    if BIAS:
-        tl.store(partial_ptr + strip * K + k, fold(sums), mask=(strip * TILES * BLOCK_M < M) & (k < K))
+    q = encode(x, multiplier, row_ptr.dtype.element_ty, FMT_MAX)
+    if ROW:
+        tl.store(row_ptr + m * K_padded + k, q, mask=(m < M) & (k < K_padded))
+    if COLUMN:
+        tl.store(column_ptr + tl.trans(k * M_padded + m), tl.trans(q), mask=tl.trans((k < K) & (m < M_padded)))
 
 
 class Config(NamedTuple):
-    """Launch parameters of `_cast_kernel`."""
+    """Launch parameters of `_cast_kernel`; with a bias gradient, `block_m` is `GROUP`."""
 
     block_m: int
     block_k: int
-    tiles: int
     num_warps: int
+    maxnreg: int | None = None
 
 
-ROW_ONLY = Config(block_m=64, block_k=128, tiles=1, num_warps=4)
-WITH_COLUMN = Config(block_m=128, block_k=64, tiles=1, num_warps=4)
-WITH_BIAS_GRAD = Config(block_m=SUMS, block_k=128, tiles=TILES, num_warps=8)
-BLOCK_P = 1024
+# Measured on an H200; 96 registers let five programs share a multiprocessor.
+ROW_ONLY = Config(block_m=8, block_k=512, num_warps=4)
+TRANSPOSING = Config(block_m=GROUP, block_k=128, num_warps=4, maxnreg=96)
+TRANSPOSING_SCATTERED = TRANSPOSING._replace(maxnreg=None)  # where loads can't be wide, 96 registers don't suffice
+BLOCK_P = 512
+"""Parts of amax that a program reads at a time."""
+
+
+def _config(x_MK: Tensor, transposing: bool) -> Config:
+    if not transposing:
+        return ROW_ONLY
+    return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
 
 
 def _launch(
@@ -262,8 +214,8 @@ def _launch(
     spec: Float8CurrentScalingQuantizer = decode(quantizer)
     M, K = x_MK.shape
     M_padded, K_padded = pad_contraction(M), pad_contraction(K)
-    block_m, block_k, tiles, num_warps = config
-    programs = triton.cdiv(M_padded, block_m * tiles) * triton.cdiv(K_padded, block_k)
+    block_m, block_k, num_warps, maxnreg = config
+    programs = triton.cdiv(M_padded, block_m) * triton.cdiv(K_padded, block_k)
     _cast_kernel[(max(programs, 1),)](  # the scale is written even where there is no data
         x_MK,
         amax_P.contiguous(),
@@ -285,9 +237,9 @@ def _launch(
         partial_GK is not None,
         block_m,
         block_k,
-        tiles,
         BLOCK_P,
         num_warps=num_warps,
+        maxnreg=maxnreg,
     )
 
 
@@ -295,7 +247,7 @@ def _cast_launch(
     x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool, config: Config | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     outputs = _cast_allocate(x_MK, amax_P, quantizer, row, column)
-    _launch(x_MK, amax_P, quantizer, outputs, None, config or (WITH_COLUMN if column else ROW_ONLY))
+    _launch(x_MK, amax_P, quantizer, outputs, None, config or _config(x_MK, column))
     return outputs
 
 
@@ -306,11 +258,11 @@ def _cast_bias_grad_launch(
     row: bool,
     column: bool,
     dtype: torch.dtype,
-    config: Config = WITH_BIAS_GRAD,
+    config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     outputs = _cast_allocate(x_MK, amax_P, quantizer, row, column)
     partial_GK = allocate_partial(x_MK)
-    _launch(x_MK, amax_P, quantizer, outputs, partial_GK, config)
+    _launch(x_MK, amax_P, quantizer, outputs, partial_GK, config or _config(x_MK, True))
     return *outputs, total_launch(partial_GK, dtype)
 
 

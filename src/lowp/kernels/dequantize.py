@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowp.kernels._triton import jit, tl, triton
+from lowp.kernels._triton import jit, launch, tl, triton
 from lowp.registration import register
 
 _BLOCK = 2048
@@ -48,8 +48,8 @@ def _dequantize_kernel(data, scale, out, total, columns, padded_columns, BLOCK: 
 def _dequantize_launch(data: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     out = _dequantize_allocate(data, scale, columns, dtype)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), _BLOCK),)
-        _dequantize_kernel[grid](data, scale, out, out.numel(), columns, data.shape[-1], BLOCK=_BLOCK, num_warps=8)
+        args = (data, scale, out, out.numel(), columns, data.shape[-1])
+        launch(_dequantize_kernel, triton.cdiv(out.numel(), _BLOCK), args, (_BLOCK,), num_warps=8)
     return out
 
 

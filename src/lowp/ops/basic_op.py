@@ -28,7 +28,7 @@ class BasicOperation(FusibleOperation):
 
     def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone, as a pipeline of one."""
-        return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs])
+        return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
 
 class ViewOperation(BasicOperation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowp.errors import message
 from lowp.ops.op import DIRECTIONS
@@ -25,10 +25,10 @@ class OperationFuser:
         self.basic_ops = basic_ops
         self.fusions = candidates(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in basic_ops)
-        self._plans: dict[Any, tuple[tuple[torch.dtype, ...], Plan]] = {}
+        self._calls: dict[Any, Call] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_calls": {}}
 
     def __call__(
         self,
@@ -54,26 +54,48 @@ class OperationFuser:
             )
         if recipe is None:
             recipe = current_recipe()
-        call = self.prepare(input_, extra_inputs, recipe, basic_op_kwargs)
+        parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
+        call = self.prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs)
         if not call.plan.forward:
             return input_
+        tensors = [input_, *parameters, *extra_inputs]
         if call.autocast_dtype is None:
-            return self._run(call, input_, extra_inputs)
+            return self._run(call, tensors)
         with torch.autocast(input_.device.type, enabled=False):
-            return self._run(call, input_, extra_inputs)
+            return self._run(call, tensors)
 
     def prepare(
+        self,
+        input_: Tensor,
+        parameters: list[nn.Parameter],
+        extra_inputs: tuple[Tensor, ...],
+        recipe: Recipe | None,
+        basic_op_kwargs: list[dict[str, Any]] | None,
+    ) -> Call:
+        """Everything that a call of the pipeline needs besides tensors. Remembered in eager mode only."""
+        device = input_.device.type
+        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        grads = torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or extra_inputs or basic_op_kwargs is not None:
+            return self._prepare(input_, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
+        bundle = None if recipe is None else recipe.bundle
+        facts = [(parameter.dtype, parameter.requires_grad) for parameter in parameters]
+        key = (input_.dtype, input_.requires_grad, grads, autocast_dtype, bundle, *facts)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._prepare(input_, (), recipe, None, autocast_dtype, grads)
+        return call
+
+    def _prepare(
         self,
         input_: Tensor,
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
+        autocast_dtype: torch.dtype | None,
+        grads: bool,
     ) -> Call:
-        """Everything that a call of the pipeline needs besides tensors."""
-        device = input_.device.type
-        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe)
-        grads = torch.is_grad_enabled()
         wanted = grads and input_.requires_grad
         input_requires_grad, requires_grad = [], []
         extra = split_extra_inputs(self.basic_ops, extra_inputs)
@@ -96,39 +118,43 @@ class OperationFuser:
     def plan(
         self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None
     ) -> tuple[tuple[torch.dtype, ...], Plan]:
-        """Each operation's input dtype, and the plan. Remembered in eager mode only."""
-        if torch.compiler.is_compiling():
-            return self._plan(dtype, autocast_dtype, recipe, compiling=True)
-        parameters = [parameter.dtype for op in self.basic_ops for parameter in op.own_parameters()]
-        key = (dtype, autocast_dtype, None if recipe is None else recipe.bundle, *parameters)
-        found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = self._plan(dtype, autocast_dtype, recipe, compiling=False)
-        return found
-
-    def _plan(
-        self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None, *, compiling: bool
-    ) -> tuple[tuple[torch.dtype, ...], Plan]:
+        """Each operation's input dtype, and the plan."""
         dtypes = []
         for op in self.basic_ops:
             dtypes.append(dtype)
             dtype = op.output_dtype(dtype, autocast_dtype)
-        plan = make_plan(self.basic_ops, self.fusions, tuple(dtypes), autocast_dtype, recipe, compiling)
-        return tuple(dtypes), plan
+        compiling = torch.compiler.is_compiling()
+        return tuple(dtypes), make_plan(self.basic_ops, self.fusions, tuple(dtypes), autocast_dtype, recipe, compiling)
 
-    def _run(self, call: Call, input_: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:
+    def _run(self, call: Call, tensors: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():
             reason = _unsupported_reason(call.plan)
             if reason is not None:
-                return torch.compiler.disable(self._apply, reason=reason)(call, input_, extra_inputs)
-        return self._apply(call, input_, extra_inputs)
+                from lowp.ops.island import apply_eagerly
 
-    def _apply(self, call: Call, input_: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:
+                torch._dynamo.graph_break(msg=reason)  # `fullgraph=True` raises with the reason
+                return apply_eagerly(self, call, tensors)
+            tensors = _without_repetitions(tensors)
+        return self.apply(call, tensors)
+
+    def apply(self, call: Call, tensors: list[Tensor]) -> Any:
+        """Run a prepared call on input, parameters and extra inputs, with autograd where gradients are wanted."""
         if call.requires_grad[-1]:
-            parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
-            return Pipeline.apply(input_, call, *parameters, *extra_inputs)
-        output, extra_outputs, _ = run_forward(call, input_, split_extra_inputs(self.basic_ops, extra_inputs))
+            return Pipeline.apply(tensors[0], call, *tensors[1:])
+        extra_inputs = tensors[len(tensors) - self.num_extra_inputs :]
+        output, extra_outputs, _ = run_forward(call, tensors[0], split_extra_inputs(self.basic_ops, extra_inputs))
         return (output, *extra_outputs) if extra_outputs else output
+
+
+def _without_repetitions(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, with views of those that came before: Dynamo traces no Function that takes a tensor twice."""
+    distinct: list[Tensor] = []
+    for tensor in tensors:
+        seen = False
+        for other in distinct:
+            seen = seen or tensor is other
+        distinct.append(tensor.view_as(tensor) if seen else tensor)
+    return distinct
 
 
 def _unsupported_reason(plan: Plan) -> str | None:

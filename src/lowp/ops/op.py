@@ -88,8 +88,8 @@ class FusibleOperation(nn.Module):
     quantizes_output: ClassVar[bool] = False
     quantizes_grad_input: ClassVar[bool] = False
 
-    registered: ClassVar[dict[str, Callable[[Any], Any]]] = {}
-    """The functions that call the registered operators, by direction."""
+    registered: ClassVar[dict[str, Callable[[Any], Any] | None]] = {}
+    """The functions that call the registered operators, by direction; None or absent: traced inline."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -39,11 +39,17 @@ class _Layout:
         return (*value, *flat[at:])
 
 
-def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str, Callable[[Any], Any]]:
+_LAYOUT = (
+    "fuses", "num_extra_inputs", "num_extra_outputs", "parameter_names", "quantizes_grad_input", "quantizes_output"
+)  # fmt: skip
+"""The class attributes that an operator's results depend on."""
+
+
+def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str, Callable[[Any], Any] | None]:
     """Register one direction of `cls` where the class declares something of its own.
 
     Returns:
-        The function that calls the operator, by direction; empty where there is nothing to register.
+        By direction, the function that calls the operator, or None: traced inline. Empty: as the class derived from.
 
     Raises:
         TypeError: the compute method lacks `in_custom_op`, a field can't cross, or `GRAD_OUTPUT_FIELDS` is wrong; names
@@ -51,9 +57,11 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
     """
     prefix = direction.replace("forward", "fwd").replace("backward", "bwd")
     args_type = getattr(cls, f"{prefix}_args_type")
-    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake"} & set(vars(cls))
-    if args_type is None or not own:
+    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake", *_LAYOUT} & set(vars(cls))
+    if not own:
         return {}
+    if args_type is None:
+        return {direction: None}
     compute, fake = getattr(cls, f"{direction}_compute"), getattr(cls, f"{direction}_compute_fake")
     parameter = inspect.signature(compute).parameters.get("in_custom_op")
     if parameter is None or parameter.kind is not inspect.Parameter.KEYWORD_ONLY:

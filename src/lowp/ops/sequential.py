@@ -27,6 +27,8 @@ class Sequential(nn.Sequential):
     """
 
     def __init__(self, *args: Any, recipe: Recipe | None = None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"Sequential: recipe must be a lowp.recipe.Recipe, got {type(recipe).__name__}.")
         super().__init__(*args)
         self.recipe = recipe
         self._regroup()
@@ -63,6 +65,30 @@ class Sequential(nn.Sequential):
         if at != len(extra_inputs):
             raise ValueError(f"Sequential: the operations take {at} extra inputs, got {len(extra_inputs)}.")
         return (input_, *extra_outputs) if extra_outputs else input_
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """The module at `index`, or a pipeline of the modules of a slice, with the same recipe."""
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.recipe = self.recipe
+        return part
+
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        """A pipeline of the modules of both, with this one's recipe."""
+        return Sequential(*super().__add__(other), recipe=self.recipe)
+
+    def __mul__(self, count: int) -> Sequential:
+        """A pipeline of these modules, `count` times, with the same recipe."""
+        return Sequential(*super().__mul__(count), recipe=self.recipe)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_modules", ()):  # tools that convert models replace modules so
+            self._regroup()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._regroup()
 
     @property
     def plan(self) -> str:

@@ -84,6 +84,7 @@ class BasicLinear(BasicOperation):
     Raises:
         ValueError: a size is negative; the input's last axis is not `in_features`; `weight.main_grad` is missing or
             has another shape.
+        TypeError: the input's dtype is no floating-point one.
     """
 
     fwd_args_type = LinearForwardArgs
@@ -151,6 +152,8 @@ class BasicLinear(BasicOperation):
         """The arguments of fprop; for fusions too."""
         if isinstance(input_, Tensor):
             check_size("BasicLinear", "the last axis of the input", input_, self.in_features)
+            if not input_.dtype.is_floating_point:
+                raise TypeError(f"BasicLinear: the input must have a floating-point dtype, got {input_.dtype}.")
         recipe = ctx.recipe
         request = self.input_request(ctx)
         wgrad = ctx.requires_grad and self.weight.requires_grad

@@ -1,0 +1,110 @@
+"""The model: a byte-level decoder whose linear layers are all made of lowp's operations.
+
+    h = h + proj(attention(qkv(norm(h))))       h = h + down(gelu(up(norm(h))))       logits = head(norm(h))
+
+Each linear layer is `ops.Sequential(BasicLinear, Bias)`; embedding, norms, attention and rotary positions are torch's.
+Parameters are kept in fp32 (the optimizer's master weights) and linear layers compute in bf16, or in the recipe's
+format: `torch.autocast` sets the first and `lowp.autocast` the second, inside `forward`.
+
+Shape legend: B = sequences, S = bytes of a sequence, D = width, H = heads, E = D / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp import ops
+from lowp.cli.demo.plan import Size
+from lowp.recipe import Recipe
+
+BYTES = 256
+_ROTARY_BASE = 10_000.0  # RoFormer's
+
+
+def linear(in_features: int, out_features: int) -> ops.Sequential:
+    """A linear layer with bias, made of operations."""
+    return ops.Sequential(ops.BasicLinear(in_features, out_features), ops.Bias(out_features))
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.RMSNorm(size.width, eps=1e-5)
+        self.qkv = linear(size.width, 3 * size.width)
+        self.proj = linear(size.width, size.width)
+        self.mlp_norm = nn.RMSNorm(size.width, eps=1e-5)
+        self.up = linear(size.width, size.hidden)
+        self.down = linear(size.hidden, size.width)
+
+    def forward(self, h_BSD: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Both residual branches."""
+        h_BSD = h_BSD + self.proj(self._attention(self.qkv(self.attention_norm(h_BSD)), rotate))
+        return h_BSD + self.down(F.gelu(self.up(self.mlp_norm(h_BSD)), approximate="tanh"))
+
+    def _attention(self, qkv: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Causal attention; in fp32 on a CPU, where bf16 attention is no faster."""
+        with torch.autocast(qkv.device.type, enabled=False):
+            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+            q, k = rotate(q), rotate(k)
+            if qkv.device.type == "cpu":
+                v = v.float()
+            else:
+                q, k = q.to(v.dtype), k.to(v.dtype)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class ByteModel(nn.Module):
+    """A byte-level decoder.
+
+    Args:
+        size: its sizes.
+        recipe: of its linear layers; None: bf16.
+    """
+
+    def __init__(self, size: Size, recipe: Recipe | None) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.embedding = nn.Embedding(BYTES, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, eps=1e-5)
+        self.head = linear(size.width, BYTES)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        half = size.width // size.heads // 2
+        frequency_E = _ROTARY_BASE ** (-torch.arange(half) / half)
+        angle_SE = torch.outer(torch.arange(size.sequence), frequency_E)
+        self.cos_SE: Tensor
+        self.sin_SE: Tensor
+        self.register_buffer("cos_SE", angle_SE.cos(), persistent=False)
+        self.register_buffer("sin_SE", angle_SE.sin(), persistent=False)
+
+    def _rotate(self, x_BHSE: Tensor) -> Tensor:
+        """Rotary positions, in fp32."""
+        a, b = x_BHSE.float().chunk(2, -1)
+        return torch.cat((a * self.cos_SE - b * self.sin_SE, a * self.sin_SE + b * self.cos_SE), -1)
+
+    def forward(self, bytes_BS: Tensor) -> Tensor:
+        """Mean cross entropy of each byte after the first.
+
+        Args:
+            bytes_BS: `[B, S + 1]` int64.
+
+        Returns:
+            `[]` fp32, in nats.
+        """
+        with (
+            torch.autocast(bytes_BS.device.type, dtype=torch.bfloat16),
+            lowp.autocast(enabled=self.recipe is not None, recipe=self.recipe),
+        ):
+            h_BSD = self.embedding(bytes_BS[:, :-1])
+            for block in self.blocks:
+                h_BSD = block(h_BSD, self._rotate)
+            logits = self.head(self.norm(h_BSD))
+        return F.cross_entropy(logits.float().flatten(0, 1), bytes_BS[:, 1:].flatten())

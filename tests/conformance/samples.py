@@ -1,0 +1,294 @@
+"""Arguments for every registered operator of the library. An operator without samples fails the suite.
+
+Shape legend: M = rows, K = features, N = out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.dynamo.schema import ArgumentSchema
+from lowp.formats import E4M3, E5M2
+from lowp.kernels.amax import amax
+from lowp.ops.basic.basic_linear import LinearBackwardArgs, LinearForwardArgs
+from lowp.ops.basic.bias import BiasBackwardArgs, BiasForwardArgs
+from lowp.ops.basic.quantize import QuantizeArgs
+from lowp.quantization import Quantized, quantize_operand
+from lowp.quantizers import Float8CurrentScalingQuantizer
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORWARD = Float8CurrentScalingQuantizer()
+GRADIENT = Float8CurrentScalingQuantizer(fmt=E5M2)
+POWER_2 = Float8CurrentScalingQuantizer(fmt=E4M3, power_2_scale=True, amax_epsilon=0.5)
+
+K, N = 32, 24
+ODD_K, ODD_N = 21, 5
+
+
+class Draw:
+    """Makes tensors on a device.
+
+    Args:
+        device: of the tensors.
+        exact: draw multiples of 1/2 up to 3.5, which a quantizer keeps and whose sums of products are exact.
+    """
+
+    def __init__(self, device: str, exact: bool) -> None:
+        self.device = device
+        self.exact = exact
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        if self.exact:
+            x = torch.randint(-7, 8, shape, generator=self.generator) * 0.5
+            x.reshape(-1)[:1] = 3.5
+        else:
+            x = torch.randn(shape, generator=self.generator) * 0.37
+        return x.to(self.device, dtype)
+
+    def quantized(
+        self, rows: int, columns: int, spec: Float8CurrentScalingQuantizer = FORWARD, *, row: bool, column: bool
+    ) -> Quantized:
+        return quantize_operand(self(rows, columns), spec, row=row, column=column)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way to call an operator.
+
+    Attributes:
+        make: `(draw, M) -> arguments`.
+        row_major: positions of the tensors that must be row-major; the others may have any strides.
+    """
+
+    make: Callable[[Draw, int], tuple[Any, ...]]
+    row_major: tuple[int, ...] = ()
+
+
+def _cast(x: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool, *more: Any) -> tuple[Any, ...]:
+    return x, amax(x), spec.bundle, row, column, *more
+
+
+def _scaled(
+    draw: Draw, m: int, n: int, a: Float8CurrentScalingQuantizer = FORWARD
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *draw.quantized(m, ODD_K, a, row=True, column=False).row, *draw.quantized(
+        n, ODD_K, row=True, column=False
+    ).row
+
+
+def _linear_forward(**fields: Any) -> Sample:
+    """BasicLinear's forward; `input(draw, M)`, `weight_dtype`, `with_bias`, and fields of the arguments."""
+    make_input = fields.pop("input", lambda draw, m: draw(m, K))
+    weight_dtype, with_bias = fields.pop("weight_dtype", BF16), fields.pop("with_bias", False)
+    args = LinearForwardArgs(
+        input=None,
+        weight=None,
+        bias=None,
+        dtype=BF16,
+        input_quantizer=None,
+        weight_quantizer=None,
+        fast_accumulation=False,
+        keep_column=False,
+        keep_row=False,
+    )
+    args = replace(args, **fields)
+
+    def make(draw: Draw, m: int) -> tuple[Any, ...]:
+        weight = draw(N, K, dtype=weight_dtype)
+        bias = draw(N, dtype=weight_dtype) if with_bias else None
+        return _flat(replace(args, input=make_input(draw, m), weight=weight, bias=bias))
+
+    return Sample(make, row_major=(1,))
+
+
+def _linear_backward(**fields: Any) -> Sample:
+    """BasicLinear's backward; `grad_output(draw, M)`, `input(draw, M)`, `main_grad`, and fields of the arguments."""
+    make_grad = fields.pop("grad_output", lambda draw, m: draw(m, N))
+    make_input = fields.pop("input", lambda draw, m: draw(m, K))
+    main_dtype = fields.pop("main_dtype", None)
+    leading = fields.pop("leading", lambda m: (m,))
+    args = LinearBackwardArgs(
+        grad_output=None,
+        input=None,
+        weight=None,
+        weight_statistics=None,
+        main_grad=None,
+        leading=(),
+        dtype=BF16,
+        input_dtype=BF16,
+        weight_quantizer=None,
+        grad_output_quantizer=None,
+        override=None,
+        fast_dgrad=False,
+        fast_wgrad=False,
+        input_requires_grad=True,
+        weight_requires_grad=True,
+        accumulate=True,
+        placeholder_grad=False,
+    )
+    args = replace(args, **fields)
+
+    def make(draw: Draw, m: int) -> tuple[Any, ...]:
+        weight = draw(N, K)
+        return _flat(
+            replace(
+                args,
+                grad_output=make_grad(draw, m),
+                input=make_input(draw, m),
+                weight=weight,
+                weight_statistics=None if args.weight_quantizer is None else amax(weight),
+                main_grad=None if main_dtype is None else draw(N, K, dtype=main_dtype),
+                leading=leading(m),
+            )
+        )
+
+    return Sample(make, row_major=(1, 3, 6, 8))
+
+
+def _flat(args: Any) -> tuple[Any, ...]:
+    return tuple(ArgumentSchema(type(args)).flatten(args))
+
+
+def _simple(args: Callable[[Draw, int], Any]) -> Sample:
+    return Sample(lambda draw, m: _flat(args(draw, m)))
+
+
+QUANTIZED_FORWARD: dict[str, Any] = {"input_quantizer": FORWARD, "weight_quantizer": FORWARD, "keep_column": True}
+QUANTIZED_BACKWARD: dict[str, Any] = {
+    "weight_quantizer": FORWARD,
+    "grad_output_quantizer": GRADIENT,
+    "input": lambda draw, m: draw.quantized(m, K, row=False, column=True),
+}
+MAIN_GRAD: dict[str, Any] = {"main_dtype": FP32}
+
+_LINEAR_FORWARDS = {
+    "high precision": _linear_forward(),
+    "bf16 in, fp32 weight": _linear_forward(weight_dtype=FP32, input=lambda draw, m: draw(2, m, K)),
+    "quantized": _linear_forward(**QUANTIZED_FORWARD, fast_accumulation=True),
+    "dequantized backward": _linear_forward(**{**QUANTIZED_FORWARD, "keep_column": False}, keep_row=True),
+    "quantized input": _linear_forward(
+        **{**QUANTIZED_FORWARD, "input_quantizer": None},
+        input=lambda draw, m: draw.quantized(m, K, row=True, column=True),
+    ),
+}
+
+SAMPLES: dict[str, dict[str, Sample]] = {
+    "amax": {
+        "matrix": Sample(lambda draw, m: (draw(m, ODD_K),)),
+        "four axes, fp32": Sample(lambda draw, m: (draw(2, m, 3, 5, dtype=FP32),)),
+    },
+    "bias_grad": {
+        "bf16": Sample(lambda draw, m: (draw(m, ODD_K), BF16)),
+        "fp16 to fp32": Sample(lambda draw, m: (draw(m, ODD_K, dtype=FP16), FP32)),
+    },
+    "cast": {
+        "row": Sample(lambda draw, m: _cast(draw(m, ODD_K), FORWARD, True, False)),
+        "column, E5M2": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, False, True)),
+        "both, fp32": Sample(lambda draw, m: _cast(draw(m, ODD_K, dtype=FP32), POWER_2, True, True)),
+    },
+    "cast_bias_grad": {
+        "both": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, True, True, FP32)),
+        "row": Sample(lambda draw, m: _cast(draw(m, ODD_K, dtype=FP16), FORWARD, True, False, FP16)),
+    },
+    "dequantize": {
+        "matrix": Sample(
+            lambda draw, m: (*draw.quantized(m, ODD_K, row=True, column=False).row, ODD_K, BF16), row_major=(0,)
+        ),
+        "three axes": Sample(
+            lambda draw, m: (
+                draw.quantized(2 * m, K, row=True, column=False).row[0].view(2, m, K),
+                draw(dtype=FP32),
+                K,
+                FP32,
+            ),
+            row_major=(0,),
+        ),
+    },
+    "scaled_gemm": {
+        "bias": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(N), BF16, True), row_major=(0, 2)),
+        "odd N, E5M2, fp32": Sample(
+            lambda draw, m: (*_scaled(draw, m, ODD_N, GRADIENT), draw(ODD_N, dtype=FP32), FP32, False), row_major=(0, 2)
+        ),
+        "fp16": Sample(lambda draw, m: (*_scaled(draw, m, N), None, FP16, False), row_major=(0, 2)),
+    },
+    "scaled_gemm_into": {
+        "accumulate": Sample(
+            lambda draw, m: (*_scaled(draw, m, N), draw(m, N, dtype=FP32), False, True), row_major=(0, 2)
+        ),
+        "overwrite": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(m, N), True, False), row_major=(0, 2)),
+    },
+    "gemm": {
+        "bias": Sample(lambda draw, m: (draw(m, ODD_K), draw(N, ODD_K), draw(N), BF16)),
+        "bf16 to fp32": Sample(lambda draw, m: (draw(m, K), draw(ODD_N, K), draw(ODD_N, dtype=FP32), FP32)),
+        "fp32": Sample(lambda draw, m: (draw(m, K, dtype=FP32), draw(N, K, dtype=FP32), None, FP32)),
+    },
+    "gemm_into": {
+        "accumulate": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(m, N, dtype=FP32), True)),
+        "accumulate bf16": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(m, N), True)),
+        "overwrite": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(m, N, dtype=FP32), False)),
+    },
+    "BasicLinear_forward": _LINEAR_FORWARDS,
+    "ForwardLinearBias_forward": {
+        "high precision": _linear_forward(with_bias=True),
+        "quantized": _linear_forward(**QUANTIZED_FORWARD, with_bias=True),
+        "three axes": _linear_forward(**QUANTIZED_FORWARD, with_bias=True, input=lambda draw, m: draw(2, m, K)),
+    },
+    "BasicLinear_backward": {
+        "high precision": _linear_backward(),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, fast_dgrad=True),
+        "quantized gradient": _linear_backward(
+            **QUANTIZED_BACKWARD, grad_output=lambda draw, m: draw.quantized(m, N, GRADIENT, row=True, column=True)
+        ),
+        "three axes, dgrad only": _linear_backward(
+            **{**QUANTIZED_BACKWARD, "input": lambda draw, m: None},
+            weight_requires_grad=False,
+            grad_output=lambda draw, m: draw(2, m, N),
+            leading=lambda m: (2, m),
+        ),
+        "wgrad only": _linear_backward(input_requires_grad=False, grad_output=lambda draw, m: draw(m, N, dtype=FP32)),
+        "dequantized": _linear_backward(
+            weight_quantizer=FORWARD,
+            override="dequantized",
+            input=lambda draw, m: draw.quantized(m, K, row=True, column=False),
+        ),
+    },
+    "BasicLinear_backward_inplace": {
+        "high precision": _linear_backward(**MAIN_GRAD),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, **MAIN_GRAD),
+        "overwrite, no dgrad": _linear_backward(**MAIN_GRAD, accumulate=False, input_requires_grad=False),
+        "dequantized": _linear_backward(
+            **MAIN_GRAD,
+            weight_quantizer=FORWARD,
+            override="dequantized",
+            input=lambda draw, m: draw.quantized(m, K, row=True, column=False),
+        ),
+    },
+    "Bias_forward": {
+        "matrix": _simple(lambda draw, m: BiasForwardArgs(draw(m, N), draw(N))),
+        "promoted": _simple(lambda draw, m: BiasForwardArgs(draw(2, m, N), draw(N, dtype=FP32))),
+    },
+    "Bias_backward": {
+        "high precision": _simple(lambda draw, m: BiasBackwardArgs(draw(2, m, N), FP32, True, None, False, False)),
+        "quantized": _simple(lambda draw, m: BiasBackwardArgs(draw(m, ODD_N), BF16, True, GRADIENT, True, True)),
+        "frozen": _simple(lambda draw, m: BiasBackwardArgs(draw(m, N), BF16, False, None, False, False)),
+    },
+    "Quantize_forward": {
+        "rounded": _simple(lambda draw, m: QuantizeArgs(draw(2, m, ODD_K), FORWARD, False, False)),
+        "handed on": _simple(lambda draw, m: QuantizeArgs(draw(2, m, ODD_K), FORWARD, True, True)),
+        "passed through": _simple(lambda draw, m: QuantizeArgs(draw(m, ODD_K), None, False, False)),
+    },
+    "Quantize_backward": {
+        "rounded": _simple(lambda draw, m: QuantizeArgs(draw(m, ODD_K), GRADIENT, False, False)),
+        "column": _simple(lambda draw, m: QuantizeArgs(draw(m, ODD_K), GRADIENT, False, True)),
+        "passed through": _simple(lambda draw, m: QuantizeArgs(draw(m, ODD_K), None, False, False)),
+    },
+}
+
+SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward")
+"""Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

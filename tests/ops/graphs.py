@@ -1,0 +1,90 @@
+"""Compiled graphs as tests read them: which operators of `lowp::` are in them, and how many graphs there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def lowp_ops(graph: torch.fx.GraphModule) -> list[str]:
+    """Names of the nodes that are operators of `lowp::`, those that functionalization wraps included."""
+    names = []
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        target = node.target
+        if "auto_functionalized" in str(target):
+            target = node.args[0]
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "lowp":
+            names.append(target._opname)
+    return names
+
+
+def other_ops(graph: torch.fx.GraphModule) -> list[str]:
+    """Names of the nodes that are other operators."""
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return [name for name in names if not name.startswith("lowp.") and "getitem" not in name]
+
+
+class Graphs:
+    """A backend that keeps the graphs: of forwards with a backward, of backwards, and of forwards alone."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        self.inference: list[torch.fx.GraphModule] = []
+        self.frames = 0
+        self._backend = aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            inference_compiler=self._keep(self.inference),
+        )
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.frames += 1
+        return self._backend(graph, inputs)
+
+    @staticmethod
+    def _keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    def compile(self, function: Any, **kwargs: Any) -> Any:
+        """`torch.compile` without graph breaks."""
+        return torch.compile(function, backend=self, fullgraph=True, **kwargs)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the operators of `lowp::` that run in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "lowp":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """Everything that autograd saves inside."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

@@ -1,0 +1,66 @@
+"""Pipelines and steps that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp import ops
+
+BOUNDARIES = ["operation", "kernel"]
+
+
+def linear_bias(
+    in_features: int = 32,
+    out_features: int = 48,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    recipe: Any = None,
+    bias_dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> ops.Sequential:
+    """Linear + Bias, with a bias that is not zero."""
+    pipeline = ops.Sequential(
+        ops.BasicLinear(in_features, out_features, device=device, dtype=dtype, **kwargs),
+        ops.Bias(out_features, device=device, dtype=bias_dtype or dtype),
+        recipe=recipe,
+    )
+    with torch.no_grad():
+        pipeline[1].bias.copy_(torch.randn(out_features))
+    return pipeline
+
+
+def compiled(function: Any, backend: Any = "aot_eager", boundary: str = "operation", **kwargs: Any) -> Any:
+    """`torch.compile` without graph breaks, at one boundary."""
+    call = torch.compile(function, backend=backend, fullgraph=True, **kwargs)
+
+    def at_boundary(*args: Any) -> Any:
+        with lowp.compile_boundary(boundary):
+            return call(*args)
+
+    return at_boundary
+
+
+def step(call: Callable[..., Tensor], module: nn.Module, x: Tensor, dy: Tensor | None = None, *, within: Any = None):
+    """One forward and backward with cleared gradients: y, dx and the parameters' gradients, which may be None."""
+    x = x.detach().requires_grad_(x.requires_grad)
+    for parameter in module.parameters():
+        parameter.grad = None
+    with within or nullcontext():
+        y = call(x)
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    return [y.detach(), x.grad, *[parameter.grad for parameter in module.parameters()]]
+
+
+def same(results: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    """Whether two lists of tensors are equal bit for bit (zeros of both signs are equal)."""
+    return len(results) == len(others) and all(
+        a is b if a is None or b is None else a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(results, others, strict=True)
+    )
