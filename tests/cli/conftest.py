@@ -1,15 +1,18 @@
 """A demo small enough for a test, and one thread: the tensors are tiny."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
 
-from lowp.cli.demo import command, plan
+EXTRA = ("typer", "rich", "matplotlib")
+collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in EXTRA) else []
 
-TINY = dataclasses.replace(
-    plan.CPU, name="tiny", layers=1, width=32, heads=2, hidden=48, sequence=16, batch=2, validation_windows=4
-)
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +26,14 @@ def one_thread():
 @pytest.fixture
 def tiny(monkeypatch):
     """`tiny(field=value)` makes the demo use a tiny model, with these fields changed."""
+    from lowp.cli.demo import command, plan
+
+    size = dataclasses.replace(
+        plan.CPU, name="tiny", layers=1, width=32, heads=2, hidden=48, sequence=16, batch=2, validation_windows=4
+    )
 
     def use(**changes):
-        monkeypatch.setattr(command, "size_for", lambda device: dataclasses.replace(TINY, **changes))
+        monkeypatch.setattr(command, "size_for", lambda device: dataclasses.replace(size, **changes))
 
     use()
     return use

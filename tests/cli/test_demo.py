@@ -16,17 +16,17 @@ from lowp.cli.recipes import RECIPES
 
 
 def run_demo(tmp_path, *options):
-    options = ("--device", "cpu", "--steps", "4", "--out", str(tmp_path), *options)
-    return CliRunner().invoke(app, ["demo", "--backend", "eager", *options])
+    options = ("--steps", "4", "--out", str(tmp_path), *options)
+    return CliRunner().invoke(app, ["demo", "--device", "cpu", "--backend", "eager", *options])
 
 
 def spread(deviation):
     return Spread({"device": "a test"}, [0, 1], {"bf16": [3.0, 3.0 + deviation * math.sqrt(2)]})
 
 
-def test_demo_trains_every_recipe_and_writes_what_it_found(tiny, tmp_path, monkeypatch):
+def test_demo_trains_every_recipe_and_writes_what_it_found(tiny, tmp_path, monkeypatch, device):
     monkeypatch.setattr(command, "load_spread", lambda size, steps: spread(deviation=10.0))
-    result = run_demo(tmp_path, "--backend", "aot_eager")
+    result = run_demo(tmp_path, "--backend", "aot_eager", "--device", device)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "demo.json").read_text())
     assert [row["recipe"] for row in found["rows"]] == ["bf16", *RECIPES]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import CompileContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -40,7 +41,7 @@ class Graphs:
         self.forward: list[torch.fx.GraphModule] = []
         self.backward: list[torch.fx.GraphModule] = []
         self.inference: list[torch.fx.GraphModule] = []
-        self.frames = 0
+        self._compiled: set[str] = set()
         self._backend = aot_autograd(
             fw_compiler=self._keep(self.forward),
             bw_compiler=self._keep(self.backward),
@@ -48,8 +49,13 @@ class Graphs:
         )
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.frames += 1
+        self._compiled.add(str(CompileContext.current_compile_id()))
         return self._backend(graph, inputs)
+
+    @property
+    def frames(self) -> int:
+        """How many graphs were compiled; one that Dynamo traced twice, to start again, counts once."""
+        return len(self._compiled)
 
     @staticmethod
     def _keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:

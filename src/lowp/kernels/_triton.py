@@ -22,11 +22,23 @@ except ImportError:
 
     triton = tl = None
 
+
+def cdiv(size: int, block: int) -> int:
+    """Blocks that cover `size`; `triton.cdiv` on the host costs more than a torch call."""
+    return -(-size // block)
+
+
 _COMPILED: dict[Any, Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int | tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int
+    kernel: Any,
+    programs: int | tuple[int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    *,
+    num_warps: int,
+    maxnreg: int | None = None,
 ) -> None:
     """Launch a kernel, whose `tl.constexpr` parameters come last, with less host work than `kernel[grid](...)`.
 
@@ -39,12 +51,13 @@ def launch(
         args: all arguments but the constants: tensors, None, numbers.
         constants: the `tl.constexpr` arguments.
         num_warps: warps of a program.
+        maxnreg: registers of a thread at most.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
-    key = (id(kernel), torch.cuda.current_device(), num_warps, constants, *[_specialized(arg) for arg in args])
+    key = (id(kernel), torch.cuda.current_device(), num_warps, maxnreg, constants, *[_specialized(arg) for arg in args])
     compiled = _COMPILED.get(key)
     if compiled is None:
-        _COMPILED[key] = kernel[grid](*args, *constants, num_warps=num_warps)
+        _COMPILED[key] = kernel[grid](*args, *constants, num_warps=num_warps, maxnreg=maxnreg)
     else:
         compiled[grid](*args, *constants)
 
@@ -60,4 +73,4 @@ def _specialized(arg: Any) -> Any:
 
 _INT32_MAX = 2**31 - 1
 
-__all__ = ["jit", "launch", "tl", "triton"]
+__all__ = ["cdiv", "jit", "launch", "tl", "triton"]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.errors import require
+from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
-from lowp.kernels._triton import jit, tl
+from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.registration import register
 
 PARTIALS = 512
@@ -35,7 +35,8 @@ def amax(x: Tensor) -> Tensor:
     Raises:
         TypeError: `x` has another dtype.
     """
-    require(x.dtype in HIGH_PRECISION, "amax", f"x must be one of {HIGH_PRECISION}", got=x.dtype, error=TypeError)
+    if x.dtype not in HIGH_PRECISION:
+        fail("amax", f"x must be one of {HIGH_PRECISION}", got=x.dtype, error=TypeError)
     return _amax(x)
 
 
@@ -85,11 +86,9 @@ def _amax_launch(x: Tensor, config: Config | None = None) -> Tensor:
     else:
         x, (rows, cols, stride_r, stride_c) = _two_axes(x)
     block_r, block_c, num_warps = config or (DENSE if rows == 1 else STRIDED)
-    col_blocks = -(-cols // block_c)
-    blocks = -(-rows // block_r) * col_blocks
-    _amax_kernel[(PARTIALS,)](
-        x, amax_P, rows, cols, stride_r, stride_c, blocks, col_blocks, block_r, block_c, num_warps=num_warps
-    )
+    col_blocks = cdiv(cols, block_c)
+    args = (x, amax_P, rows, cols, stride_r, stride_c, cdiv(rows, block_r) * col_blocks, col_blocks)
+    launch(_amax_kernel, PARTIALS, args, (block_r, block_c), num_warps=num_warps)
     return amax_P
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
-from lowp.kernels._triton import jit, tl, triton
+from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.registration import register
 
 GROUP = 64
@@ -117,8 +117,9 @@ def _bias_grad_launch(dy_MN: Tensor, dtype: torch.dtype, config: Config = PARTIA
     M, N = dy_MN.shape
     partial_GN = allocate_partial(dy_MN)
     block_n, num_warps = config
-    programs = triton.cdiv(M, GROUP) * triton.cdiv(N, block_n)
-    _partial_kernel[(programs,)](dy_MN, partial_GN, M, N, *dy_MN.stride(), GROUP, block_n, num_warps=num_warps)
+    programs = cdiv(M, GROUP) * cdiv(N, block_n)
+    args = (dy_MN, partial_GN, M, N, *dy_MN.stride())
+    launch(_partial_kernel, programs, args, (GROUP, block_n), num_warps=num_warps)
     return total_launch(partial_GN, dtype)
 
 
@@ -127,7 +128,7 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     G, N = partial_GN.shape
     bias_grad_N = partial_GN.new_empty(N, dtype=dtype)
     block_n, num_warps = TOTAL
-    _total_kernel[(triton.cdiv(N, block_n),)](partial_GN, bias_grad_N, G, N, GROUP, block_n, num_warps=num_warps)
+    launch(_total_kernel, cdiv(N, block_n), (partial_GN, bias_grad_N, G, N), (GROUP, block_n), num_warps=num_warps)
     return bias_grad_N
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.errors import require
+from lowp.errors import fail, require
 from lowp.formats import HIGH_PRECISION
-from lowp.kernels._triton import jit, tl, triton
+from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.kernels.bias_grad import GROUP, allocate_partial, bias_grad_ref, sum_group, total_launch
 from lowp.kernels.float8 import encode, encode_ref, load_multiplier, multiplier_ref
 from lowp.quantizers import Float8CurrentScalingQuantizer
@@ -89,20 +89,20 @@ def cast_bias_grad(
 
 
 def _check(op: str, x_MK: Tensor, amax_P: Tensor, quantizer: Any, row: bool, column: bool) -> None:
-    name = "Float8CurrentScalingQuantizer"
-    is_quantizer = isinstance(quantizer, Float8CurrentScalingQuantizer)
-    require(is_quantizer, op, f"quantizer must be a {name}", got=type(quantizer).__name__, error=TypeError)
-    require(
-        x_MK.ndim == 2,
-        op,
-        "x_MK must be 2-D",
-        got=tuple(x_MK.shape),
-        hint="Flatten leading dimensions with x.flatten(0, -2).",
-    )
-    require(x_MK.dtype in HIGH_PRECISION, op, f"x_MK must be one of {HIGH_PRECISION}", got=x_MK.dtype, error=TypeError)
-    require(amax_P.dtype == torch.float32, op, "amax_P must be fp32", got=amax_P.dtype, error=TypeError)
-    require(amax_P.numel() > 0, op, "amax_P must not be empty", got=tuple(amax_P.shape))
-    require(row or column, op, "row or column must be True", hint="Ask for the copies that you need.")
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        rule = "quantizer must be a Float8CurrentScalingQuantizer"
+        fail(op, rule, got=type(quantizer).__name__, error=TypeError)
+    if x_MK.ndim != 2:
+        hint = "Flatten leading dimensions with x.flatten(0, -2)."
+        fail(op, "x_MK must be 2-D", got=tuple(x_MK.shape), hint=hint)
+    if x_MK.dtype not in HIGH_PRECISION:
+        fail(op, f"x_MK must be one of {HIGH_PRECISION}", got=x_MK.dtype, error=TypeError)
+    if amax_P.dtype != torch.float32:
+        fail(op, "amax_P must be fp32", got=amax_P.dtype, error=TypeError)
+    if amax_P.numel() == 0:
+        fail(op, "amax_P must not be empty", got=tuple(amax_P.shape))
+    if not (row or column):
+        fail(op, "row or column must be True", hint="Ask for the copies that you need.")
 
 
 def pad_contraction(size: int) -> int:
@@ -215,29 +215,23 @@ def _launch(
     M, K = x_MK.shape
     M_padded, K_padded = pad_contraction(M), pad_contraction(K)
     block_m, block_k, num_warps, maxnreg = config
-    programs = triton.cdiv(M_padded, block_m) * triton.cdiv(K_padded, block_k)
-    _cast_kernel[(max(programs, 1),)](  # the scale is written even where there is no data
-        x_MK,
-        amax_P.contiguous(),
-        column_data if row_data is None else row_data,
-        column_data,
-        scale,
-        partial_GK,
-        M,
-        K,
-        M_padded,
-        K_padded,
-        *x_MK.stride(),
-        amax_P.numel(),
-        spec.amax_epsilon,
-        spec.fmt.max,
-        spec.power_2_scale,
-        row_data is not None,
-        column_data is not None,
-        partial_GK is not None,
-        block_m,
-        block_k,
-        BLOCK_P,
+    programs = max(cdiv(M_padded, block_m) * cdiv(K_padded, block_k), 1)  # the scale is written even without data
+    copies = (column_data if row_data is None else row_data, column_data, scale, partial_GK)
+    sizes = (M, K, M_padded, K_padded, *x_MK.stride(), amax_P.numel())
+    launch(
+        _cast_kernel,
+        programs,
+        (x_MK, amax_P.contiguous(), *copies, *sizes, spec.amax_epsilon),
+        (
+            spec.fmt.max,
+            spec.power_2_scale,
+            row_data is not None,
+            column_data is not None,
+            partial_GK is not None,
+            block_m,
+            block_k,
+            BLOCK_P,
+        ),
         num_warps=num_warps,
         maxnreg=maxnreg,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowp.kernels._triton import jit, launch, tl, triton
+from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.registration import register
 
 _BLOCK = 2048
@@ -49,7 +49,7 @@ def _dequantize_launch(data: Tensor, scale: Tensor, columns: int, dtype: torch.d
     out = _dequantize_allocate(data, scale, columns, dtype)
     if out.numel():
         args = (data, scale, out, out.numel(), columns, data.shape[-1])
-        launch(_dequantize_kernel, triton.cdiv(out.numel(), _BLOCK), args, (_BLOCK,), num_warps=8)
+        launch(_dequantize_kernel, cdiv(out.numel(), _BLOCK), args, (_BLOCK,), num_warps=8)
     return out
 
 

@@ -56,11 +56,11 @@ def demo(
         left = budget - (time.perf_counter() - started)
         steps = steps or steps_within(left / seeds, setting.size, [trainer.step_s for trainer in ready])
         runs = _train_all(console, ready, range(seeds), steps)
+        facts = _facts(setting, steps, seeds)
     if record:
-        _record(setting, steps, seeds, runs)
-    rows = make_rows(trainers, runs, how)
-    facts = {**_facts(setting, steps, seeds), "seconds": time.perf_counter() - started}
-    problems = _report(console, out, facts, rows, runs)
+        _record(facts, runs)
+    facts["seconds"] = time.perf_counter() - started
+    problems = _report(console, out, facts, make_rows(trainers, runs, how), runs)
     for problem in problems:
         console.print(f"[red]FAILED[/] {escape(problem)}", highlight=False)
     raise typer.Exit(1 if problems else 0)
@@ -145,13 +145,13 @@ def _text(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _record(setting: Setting, steps: int, seeds: int, runs: Sequence[Run]) -> None:
+def _record(facts: dict[str, Any], runs: Sequence[Run]) -> None:
     """File the validation losses of all seeds."""
     losses: dict[str, list[float]] = {}
     for run in runs:
         losses.setdefault(run.recipe, []).append(round(run.bits_per_byte, 6))
-    machine = {**describe(setting.device), "backend": setting.backend}
-    record_spread(setting.size.name, steps, Spread(machine, list(range(seeds)), losses))
+    machine = {**facts["machine"], "backend": facts["backend"], "text": facts["text"]["digest"]}
+    record_spread(facts["size"]["name"], facts["steps"], Spread(machine, list(range(facts["seeds"])), losses))
 
 
 def _report(console: Console, out: Path, facts: dict[str, Any], rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
