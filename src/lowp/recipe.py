@@ -111,7 +111,7 @@ class Recipe(Value):
         changed = ", ".join(f"{name}={value!r}" for name, value, default in fields if value != default)
         return f"{type(self).__name__}({changed})"
 
-    def _freeze(self, quantizers: dict[Role, Quantizer]) -> None:
+    def freeze(self, quantizers: dict[Role, Quantizer]) -> None:
         """Keep the specs, so that traced code only reads them."""
         object.__setattr__(self, "_quantizers", quantizers)
         require(
@@ -174,7 +174,7 @@ class Float8CurrentScaling(Recipe):
                 fmt=fmt, power_2_scale=params.power_2_scale, amax_epsilon=params.amax_epsilon
             )
 
-        self._freeze(
+        self.freeze(
             {
                 "input": spec(self.fp8_format.forward, self.fp8_quant_fwd_inp),
                 "weight": spec(self.fp8_format.forward, self.fp8_quant_fwd_weight),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowp.errors import require
-from lowp.torch_compat import dispatch_is_interposed
+from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
 
 LIBRARY = torch.library.Library("lowp", "DEF")
 
@@ -101,7 +101,7 @@ def _needs_guard(device: torch.device) -> bool:
     """Whether a kernel on this device can't run as things stand: see `_guarded`."""
     if torch.is_autocast_enabled(device.type):
         return True
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+    return device.type == "cuda" and device.index != current_cuda_device()
 
 
 def _guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-
-def _dispatch_modes() -> int:
-    return torch._C._len_torch_dispatch_stack()
-
-
-def _functorch_level() -> int | None:
-    return torch._C._functorch.maybe_current_level()
-
-
-def _private_api_present() -> bool:
-    try:
-        _dispatch_modes(), _functorch_level()
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-_PRESENT = _private_api_present()
+_dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functorch_level: Callable[[], int | None] | None = getattr(
+    getattr(torch._C, "_functorch", None), "maybe_current_level", None
+)
 
 
 def dispatch_is_interposed() -> bool:
     """Whether a dispatch mode (fake tensors, selective checkpointing, counters) or a transform is active."""
-    if not _PRESENT:
+    if _dispatch_modes is None or _functorch_level is None:
         return True
     return _dispatch_modes() > 0 or _functorch_level() is not None
+
+
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""`torch.cuda.current_device()` where CUDA is known to be initialised, since a tensor is there."""
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_cuda_stream(device: int) -> int:
+    """The handle of the device's current stream."""
+    return torch.cuda.current_stream(device).cuda_stream if _raw_stream is None else _raw_stream(device)
 
 
 def constant(number: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from lowp.torch_compat import current_cuda_stream
 
 try:
     import triton
@@ -53,19 +53,20 @@ def launch(
         num_warps: warps of a program.
         maxnreg: registers of a thread at most.
     """
-    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
-    key = (id(kernel), torch.cuda.current_device(), num_warps, maxnreg, constants, *[_specialized(arg) for arg in args])
+    device = args[0].device.index
+    key = (id(kernel), device, num_warps, maxnreg, constants, *[_specialized(arg) for arg in args])
     compiled = _COMPILED.get(key)
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if compiled is None:
         _COMPILED[key] = kernel[grid](*args, *constants, num_warps=num_warps, maxnreg=maxnreg)
     else:
-        compiled[grid](*args, *constants)
+        compiled[grid](*args, *constants, stream=current_cuda_stream(device))
 
 
 def _specialized(arg: Any) -> Any:
     kind = type(arg)
     if kind is int:
-        return arg == 1 or ("i64" if arg > _INT32_MAX else "i32", arg % 16 == 0)
+        return arg == 1 or (arg > _INT32_MAX, arg % 16 == 0)
     if kind is float or arg is None:
         return kind
     return arg.dtype, arg.data_ptr() % 16 == 0

@@ -233,11 +233,8 @@ def _gemm_launch(a_MC, b_NC, bias_N, dtype):
 
 
 def _gemm_into_launch(a_MC, b_NC, out_MN, accumulate):
-    if accumulate and out_MN.dtype == a_MC.dtype:
-        out_MN.addmm_(a_MC, b_NC.t())
-    else:
-        wide = torch.float32 if accumulate else out_MN.dtype
-        _store_ref(_gemm_launch(a_MC, b_NC, None, wide), out_MN, accumulate)
+    wide = torch.promote_types(out_MN.dtype, torch.float32) if accumulate else out_MN.dtype
+    _store_ref(_gemm_launch(a_MC, b_NC, None, wide), out_MN, accumulate)
 
 
 # ---- fakes and registration

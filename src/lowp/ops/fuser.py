@@ -74,7 +74,9 @@ class OperationFuser:
     ) -> Call:
         """Everything that a call of the pipeline needs besides tensors. Remembered in eager mode only."""
         device = input_.device.type
-        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast_dtype = None
+        if device != "meta" and torch.is_autocast_enabled(device):
+            autocast_dtype = torch.get_autocast_dtype(device)
         grads = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or extra_inputs or basic_op_kwargs is not None:
             return self._prepare(input_, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)

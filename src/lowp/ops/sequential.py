@@ -37,11 +37,11 @@ class Sequential(nn.Sequential):
         """Split the modules into groups; done whenever the list changes, never in `forward`, which is traced."""
         self._groups = tuple(_group(list(self._modules.values())))
 
-    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
         """Run all modules in order.
 
         Args:
-            input_: `[..., in_features]`, as the first module takes it.
+            input: `[..., in_features]`, as the first module takes it.
             *extra_inputs: of all operations, in order.
 
         Returns:
@@ -54,21 +54,21 @@ class Sequential(nn.Sequential):
         at = 0
         for group in self._groups:
             if not isinstance(group, OperationFuser):
-                input_ = group(input_)
+                input = group(input)
                 continue
             stop = at + group.num_extra_inputs
-            input_ = group(input_, *extra_inputs[at:stop], recipe=self.recipe)
+            input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
             at = stop
-            if isinstance(input_, tuple):
-                input_, *extra = input_
+            if isinstance(input, tuple):
+                input, *extra = input
                 extra_outputs.extend(extra)
         if at != len(extra_inputs):
             raise ValueError(f"Sequential: the operations take {at} extra inputs, got {len(extra_inputs)}.")
-        return (input_, *extra_outputs) if extra_outputs else input_
+        return (input, *extra_outputs) if extra_outputs else input
 
     def __getitem__(self, index: int | slice) -> Any:
         """The module at `index`, or a pipeline of the modules of a slice, with the same recipe."""
-        part = super().__getitem__(index)
+        part: Any = super().__getitem__(index)
         if isinstance(index, slice):
             part.recipe = self.recipe
         return part
