@@ -87,7 +87,7 @@ def check_divisible_sequence(op: str, leading: tuple[int, ...], ranks: int) -> N
         ValueError: there is no axis to split, or T doesn't divide it; names the axis and its size.
     """
     if not leading:
-        fail(op, "sequence parallelism splits the first axis", got="a 1-D input", hint="Pass [tokens, features].")
+        fail(op, "sequence parallelism splits the first axis", got="an input without one")
     if leading[0] % ranks:
         fail(
             op,

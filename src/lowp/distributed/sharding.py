@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lowp.distributed.collectives import all_reduce, group_size
+from lowp.errors import Unsupported, fail
 
 
 class Sharding(NamedTuple):
@@ -35,6 +36,9 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         Names as in `state_dict`, to DTensors of the sharded parameters and plain tensors of all others.
+
+    Raises:
+        Unsupported: a tensor-parallel parameter is sharded by FSDP as well.
     """
     state = module.state_dict()
     meshes: dict[str, DeviceMesh] = {}
@@ -42,6 +46,14 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
         for name, sharding in _shardings(operation).items():
             key = f"{prefix}.{name}" if prefix else name
             local = state[key].detach()
+            if isinstance(local, DTensor):
+                fail(
+                    "sharded_state",
+                    "parameters must not be sharded by FSDP as well",
+                    got=key,
+                    hint="Save one checkpoint for each tensor-parallel rank with torch.distributed.checkpoint instead.",
+                    error=Unsupported,
+                )
             group_name = sharding.group.group_name
             if group_name not in meshes:
                 meshes[group_name] = DeviceMesh.from_group(sharding.group, local.device.type)
@@ -100,20 +112,33 @@ def init_sharded_(
 def reduce_sequence_parallel_grads(module: nn.Module, group: ProcessGroup) -> None:
     """Sum the partial gradients of parameters that sequence parallelism leaves partial.
 
-    Such parameters carry `sequence_parallel = True`. Call it once, after backward and before the optimizer.
+    Such parameters carry `sequence_parallel = True`, or are named by their operation: FSDP replaces parameters and drops
+    what they carried. Call it once, after backward and before the optimizer.
 
     Args:
-        module: its parameters' `main_grad`, where there is one, else `grad` are summed in place.
+        module: its parameters' `grad` and `main_grad`, where there are any, are summed in place.
         group: the tensor-parallel group.
     """
-    for parameter in module.parameters():
-        if not getattr(parameter, "sequence_parallel", False):
-            continue
-        grad = getattr(parameter, "main_grad", None)
-        grad = parameter.grad if grad is None else grad
-        if grad is not None:
-            with torch.no_grad():
-                grad.copy_(all_reduce(grad, group).wait())
+    grads = []
+    for parameter in _partial_parameters(module):
+        for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if grad is not None:
+                grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    with torch.no_grad():
+        sums = [all_reduce(grad, group) for grad in grads]
+        for grad, total in zip(grads, sums, strict=True):
+            grad.copy_(total.wait())
+
+
+def _partial_parameters(module: nn.Module) -> list[nn.Parameter]:
+    found = {id(p): p for p in module.parameters() if getattr(p, "sequence_parallel", False)}
+    for operation in module.modules():
+        named = getattr(operation, "partial_gradients", None)
+        for name in named() if callable(named) else ():
+            parameter = operation._parameters.get(name)
+            if parameter is not None:
+                found[id(parameter)] = parameter
+    return list(found.values())
 
 
 def _shardings(operation: nn.Module) -> dict[str, Sharding]:

@@ -80,6 +80,7 @@ class ArgumentSchema:
         self.slots = tuple(f for f in fields if f.kind != "simple")
         self.simple = tuple(f for f in fields if f.kind == "simple")
         self.mutable = tuple(f.name for f in fields if f.mutable)
+        self.groups = tuple(f.name for f in fields if f.kind == "group")
 
     def declare(self, *, mutating: bool) -> str:
         """The operator's parameters, in schema language."""

@@ -50,6 +50,19 @@ class BasicOperation(FusibleOperation):
         """How each sharded parameter is split."""
         return {}
 
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The parameters of whose gradient each rank computes a part."""
+        return ()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> BasicOperation:
+        super()._apply(*args, **kwargs)
+        mark_partial_gradients(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_partial_gradients(self)
+
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of `parameter_names`."""
         return [self.parameter(name) for name in self.parameter_names]
@@ -64,6 +77,17 @@ class BasicOperation(FusibleOperation):
     def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone, as a pipeline of one."""
         return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs])
+
+
+def mark_partial_gradients(module: Any) -> None:
+    """Set `sequence_parallel` on the parameters that `module.partial_gradients()` names.
+
+    torch drops a parameter's attributes when it copies one (deepcopy) or replaces one (`to_empty`).
+    """
+    for name in module.partial_gradients():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameter.sequence_parallel = True
 
 
 class ViewOperation(BasicOperation):

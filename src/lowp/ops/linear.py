@@ -13,7 +13,7 @@ from lowp.distributed.shapes import ParallelMode
 from lowp.distributed.sharding import Sharding, init_sharded_
 from lowp.ops.basic.basic_linear import BasicLinear
 from lowp.ops.basic.bias import Bias
-from lowp.ops.basic_op import BasicOperation
+from lowp.ops.basic_op import BasicOperation, mark_partial_gradients
 from lowp.ops.fuser import OperationFuser
 
 
@@ -36,6 +36,19 @@ class OperationGroup(nn.Module):
         """How each sharded parameter is split."""
         return {op.owner_name(name): how for op in self.basic_ops for name, how in op.shardings().items()}
 
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The parameters of whose gradient each rank computes a part."""
+        return tuple(op.owner_name(name) for op in self.basic_ops for name in op.partial_gradients())
+
+    def _apply(self, *args: Any, **kwargs: Any) -> OperationGroup:
+        super()._apply(*args, **kwargs)
+        mark_partial_gradients(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_partial_gradients(self)
+
     def reset_parameters(self) -> None:
         """Every operation's own initialisation."""
         for op in self.basic_ops:
@@ -54,6 +67,7 @@ class Linear(OperationGroup):
         tensor_parallel_mode: None, "column" or "row"; local shapes are tabled in `lowp.distributed.shapes`.
         tensor_parallel_group: the ranks.
         sequence_parallel: tokens are split along the first axis where the layer is not.
+        keep_gathered_input: as for `BasicLinear`.
         accumulate_into_main_grad: as for `BasicLinear`.
 
     Attributes:
@@ -76,6 +90,7 @@ class Linear(OperationGroup):
         tensor_parallel_mode: ParallelMode | None = None,
         tensor_parallel_group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        keep_gathered_input: bool = False,
         accumulate_into_main_grad: bool = False,
     ) -> None:
         linear = BasicLinear(
@@ -86,6 +101,7 @@ class Linear(OperationGroup):
             tensor_parallel_mode=tensor_parallel_mode,
             tensor_parallel_group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
+            keep_gathered_input=keep_gathered_input,
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
         if not bias:

@@ -7,6 +7,7 @@ first and fp8 bytes travel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -70,13 +71,14 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
     if args.weight_quantizer is None:
         assert isinstance(x, Tensor)
         x_MK = as_matrix(x).to(args.dtype)
-        if parallel.gathers("column"):
-            x_MK = all_gather(x_MK, parallel.group).wait()
-        y_MN = gemm(x_MK, args.weight.to(args.dtype), args.bias, dtype=args.dtype)
+        gathering = all_gather(x_MK, parallel.group if parallel.gathers("column") else None)
+        w_NK = args.weight.to(args.dtype)
+        y_MN = gemm(gathering.wait(), w_NK, args.bias, dtype=args.dtype)
     else:
-        operand, aux = _input_operand(args)
+        wait_for_input = _start_input(args)
         statistics = measure(args.weight, args.weight_quantizer)
         w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
+        operand, aux = wait_for_input()
         y_MN = scaled_gemm(
             *operand.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation
         )
@@ -85,36 +87,52 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
     return with_leading(y_MN, parallel.output_leading(leading)), aux
 
 
-def _input_operand(args: LinearForwardArgs) -> tuple[Quantized, tuple[Tensor, ...]]:
-    """The quantized input as fprop reads it, and the copy that backward reads where it is made here."""
+def _start_input(args: LinearForwardArgs) -> Callable[[], tuple[Quantized, tuple[Tensor, ...]]]:
+    """Quantize the input and start gathering it, if fprop needs it whole; the weight is cast meanwhile.
+
+    Returns:
+        A function that waits and gives the operand, and the copy that backward reads where it is made here.
+    """
     x = args.input
     if isinstance(x, Quantized):
-        return x._replace(row_data=as_matrix(x.row[0])), ()
+        operand = x._replace(row_data=as_matrix(x.row[0]))
+        return lambda: (operand, ())
     assert args.input_quantizer is not None
     x_MK = as_matrix(x).to(args.dtype)
     if not args.parallel.gathers("column"):
         operand = cast_operand(
             x_MK, measure(x_MK, args.input_quantizer), args.input_quantizer, row=True, column=args.keep_column
         )
-        return operand, operand.column if args.keep_column else operand.row if args.keep_row else ()
+        return lambda: (operand, operand.column if args.keep_column else operand.row if args.keep_row else ())
     own, rows = _quantized_rows(x_MK, args.input_quantizer, args.parallel)
-    operand = rows.wait(x_MK.shape[1], row=True, column=args.keep_column)
-    return operand, operand.column if args.keep_column else own.row if args.keep_row else ()
+
+    def wait() -> tuple[Quantized, tuple[Tensor, ...]]:
+        gathered = rows.wait(x_MK.shape[1], row=True, column=args.keep_column)
+        return gathered, gathered.column if args.keep_column else own.row if args.keep_row else ()
+
+    return wait
 
 
-def grad_operand(args: LinearBackwardArgs) -> Tensor | Quantized:
-    """The output's gradient as dgrad and wgrad read it: `[M, N]`, quantized where the recipe says so."""
-    if isinstance(args.grad_output, Quantized):
-        return args.grad_output
-    dy_MN = as_matrix(args.grad_output).to(args.dtype)
-    gather = args.parallel.gathers("row")
+def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
+    """Start gathering the output's gradient, if dgrad and wgrad need it whole; the weight is cast meanwhile.
+
+    Returns:
+        A function that waits and gives it as `[M, N]`, quantized where the recipe says so.
+    """
+    dy = args.grad_output
+    if isinstance(dy, Quantized):
+        return lambda: dy
+    dy_MN = as_matrix(dy).to(args.dtype)
+    group = args.parallel.group if args.parallel.gathers("row") else None
     spec = args.grad_output_quantizer
     if spec is None or not (args.input_requires_grad or args.weight_requires_grad):
-        return all_gather(dy_MN, args.parallel.group).wait() if gather else dy_MN
+        return all_gather(dy_MN, group).wait
     copies = {"row": args.input_requires_grad, "column": args.weight_requires_grad}
-    if gather:
-        return _quantized_rows(dy_MN, spec, args.parallel)[1].wait(dy_MN.shape[1], **copies)
-    return cast_operand(dy_MN, measure(dy_MN, spec), spec, **copies)
+    if group is not None:
+        rows = _quantized_rows(dy_MN, spec, args.parallel)[1]
+        return lambda: rows.wait(dy_MN.shape[1], **copies)
+    operand = cast_operand(dy_MN, measure(dy_MN, spec), spec, **copies)
+    return lambda: operand
 
 
 def start_input(args: LinearBackwardArgs) -> Pending | Rows | None:
@@ -128,16 +146,23 @@ def start_input(args: LinearBackwardArgs) -> Pending | Rows | None:
     return None if x.row_data is None else Rows(all_gather(as_matrix(x.row_data), args.parallel.group), x.row[1])
 
 
-def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Pending:
+def dgrad_weight(args: LinearBackwardArgs) -> Tensor | Quantized:
+    """The weight as dgrad reads it."""
+    if isinstance(args.grad_output, Quantized) or args.grad_output_quantizer is not None:
+        return _cast_weight(args, row=False, column=True)
+    if args.override == "dequantized":
+        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
+    return args.weight.to(args.dtype)
+
+
+def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantized) -> Pending:
     """`dx = dy @ w`, `[M, K]`; its reduction has started, and wgrad runs meanwhile."""
-    if isinstance(dy, Quantized):
-        w = _cast_weight(args, row=False, column=True)
+    if isinstance(w, Quantized):
+        assert isinstance(dy, Quantized)
         dx_MK = scaled_gemm(*dy.row, *w.column, dtype=args.input_dtype, fast_accumulation=args.fast_dgrad)
-    elif args.override == "dequantized":
-        w_NK = dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
-        dx_MK = gemm(dy, w_NK.t(), dtype=args.input_dtype)
     else:
-        dx_MK = gemm(dy, args.weight.to(args.dtype).t(), dtype=args.input_dtype)
+        assert isinstance(dy, Tensor)
+        dx_MK = gemm(dy, w.t(), dtype=args.input_dtype)
     return _reduced(dx_MK, args.parallel, "column")
 
 

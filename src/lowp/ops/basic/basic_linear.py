@@ -39,7 +39,7 @@ class BasicLinear(BasicOperation):
         dtype: of the parameter.
         tensor_parallel_mode: None, "column" (out features are split) or "row" (in features are split); local shapes
             are tabled in `lowp.distributed.shapes`.
-        tensor_parallel_group: the ranks.
+        tensor_parallel_group: the ranks; None: this process alone.
         sequence_parallel: tokens are split along the first axis where the layer is not: the input under "column", the
             output under "row".
         keep_gathered_input: under "column" with sequence parallelism, keep the gathered quantized input for wgrad
@@ -53,9 +53,9 @@ class BasicLinear(BasicOperation):
         weight: `[out_features, in_features]`, this rank's part of it.
 
     Raises:
-        ValueError: a size is negative or not divisible by the ranks; the mode is unknown or lacks a group; the input's
-            last axis is not the local `in_features`; the tokens can't be split; `weight.main_grad` is missing or has
-            another shape.
+        ValueError: a size is negative or not divisible by the ranks; the mode is unknown, or missing under sequence
+            parallelism; the input's last axis is not the local `in_features`; the tokens can't be split;
+            `weight.main_grad` is missing or has another shape.
     """
 
     fwd_args_type = LinearForwardArgs
@@ -166,9 +166,10 @@ class BasicLinear(BasicOperation):
         parallel, recipe, weight = self.parallel, ctx.recipe, self.parameter("weight")
         if isinstance(input_, Tensor):
             check_size("BasicLinear", "the last axis of the input", input_, self.local_in_features)
-            if parallel.sequence_parallel:
-                ranks = group_size(parallel.group) if parallel.mode == "row" else 1
-                check_divisible_sequence("BasicLinear", input_.shape[:-1], ranks)
+        if parallel.sequence_parallel:
+            ranks = group_size(parallel.group) if parallel.mode == "row" else 1
+            whole = input_.row[0] if isinstance(input_, Quantized) else input_
+            check_divisible_sequence("BasicLinear", whole.shape[:-1], ranks)
         wgrad = ctx.requires_grad and weight.requires_grad
         override = None if recipe is None else recipe.backward_override
         by_column = not parallel.gathers("column") or self.keep_gathered_input
@@ -274,10 +275,17 @@ class BasicLinear(BasicOperation):
 
     @classmethod
     def backward_compute(cls, args: LinearBackwardArgs, *, in_custom_op: bool = False) -> Any:
-        """Dgrad, then wgrad, each where its gradient is wanted; dgrad's reduction runs during wgrad."""
+        """Dgrad, then wgrad, each where its gradient is wanted.
+
+        The weight is cast while the gradient is gathered, the input is gathered during dgrad, and dgrad's reduction runs
+        during wgrad.
+        """
         gathered = gemms.start_input(args)
-        grad_output = gemms.grad_operand(args)
-        grad_input = gemms.dgrad(args, grad_output) if args.input_requires_grad else None
+        wait_for_grad = gemms.start_grad(args)
+        weight = gemms.dgrad_weight(args) if args.input_requires_grad else None
+        grad_output = wait_for_grad()
+        del wait_for_grad  # it holds the operand's row copy, which is released below
+        grad_input = None if weight is None else gemms.dgrad(args, grad_output, weight)
         if isinstance(grad_output, Quantized) and not in_custom_op:
             args.grad_output = None  # type: ignore[assignment]
             grad_output = grad_output._replace(row_data=None)  # dgrad is done: its memory is free for wgrad

@@ -20,7 +20,7 @@ from lowp.distributed.shapes import local_size
 from lowp.distributed.sharding import Sharding
 from lowp.errors import require
 from lowp.kernels.bias_grad import bias_grad
-from lowp.ops.basic_op import BasicOperation, check_size
+from lowp.ops.basic_op import BasicOperation, check_size, mark_partial_gradients
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
 from lowp.quantizers import Quantizer
@@ -83,13 +83,17 @@ class Bias(BasicOperation):
         self._group = GroupHandle(tensor_parallel_group)
         self.size = local_size("Bias", "size", size, tensor_parallel_group)
         self.bias = nn.Parameter(torch.empty(self.size, device=device, dtype=dtype))
-        if sequence_parallel:
-            self.bias.sequence_parallel = True  # type: ignore[attr-defined]
+        self.sequence_parallel = sequence_parallel
+        mark_partial_gradients(self)
         self.reset_parameters()
 
     def shardings(self) -> dict[str, Sharding]:
         """How the bias is split."""
         return {} if self._group.group is None else {"bias": Sharding(0, self._group.group)}
+
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The bias, where tokens are split."""
+        return ("bias",) if self.sequence_parallel else ()
 
     def reset_parameters(self) -> None:
         """Zeros."""

@@ -54,10 +54,18 @@ class AllGather(_Collective):
 
     Args:
         process_group: the ranks; None: this process alone.
+
+    Raises:
+        ValueError: the input has no axis.
     """
 
     fwd_args_type = CollectiveArgs
     bwd_args_type = CollectiveArgs
+
+    def pack_forward_args(self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any) -> CollectiveArgs:
+        """The input and the group."""
+        check_divisible_sequence("AllGather", input_.shape, 1)
+        return CollectiveArgs(input_, self._group.group)
 
     @classmethod
     def forward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
