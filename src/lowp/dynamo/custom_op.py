@@ -7,6 +7,9 @@
 two operators are registered: `name`, which changes nothing and is called when all mutable fields are None, and
 `name_inplace`. The second may return only plain tensors (functionalization refuses optional ones): there, an empty
 bool tensor stands for None.
+
+Where a field is a process group, a call with a group of more than one rank goes to a third operator,
+`name_collective`, which compilers keep even if nobody reads its results: other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lowp.dynamo.schema import ArgumentSchema, flatten_value, slot_count, unflatten_value
-from lowp.registration import register
+from lowp.registration import REGISTRY, register
 
 Results = tuple[str, ...]
 """The layout of an operator's results: "tensor" and "tensor_or_quantized", each of which may be None; last, "list",
@@ -54,7 +57,11 @@ def register_custom_op(
     inplace = plain
     if schema.mutable:
         inplace = _register_variant(f"{name}_inplace", schema, compute, fake, results, mutating=True)
-    mutable = schema.mutable
+    collective = plain
+    if schema.groups:
+        collective = _register_variant(f"{name}_collective", schema, compute, fake, results, mutating=False)
+        torch.fx.node.has_side_effect(REGISTRY[f"{name}_collective"].overload)
+    mutable, groups = schema.mutable, schema.groups
     count = _result_slots(results)
 
     def call(args: Any) -> tuple[Any, ...]:
@@ -63,6 +70,10 @@ def register_custom_op(
             if getattr(args, field) is not None:
                 slots = [_absent_if_marker(slot) for slot in _as_slots(inplace(*flat), count)]
                 return _unflatten_results(slots, results)
+        for field in groups:
+            group = getattr(args, field)
+            if group is not None and group.size() > 1:
+                return _unflatten_results(_as_slots(collective(*flat), count), results)
         return _unflatten_results(_as_slots(plain(*flat), count), results)
 
     return call

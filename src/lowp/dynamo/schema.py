@@ -81,6 +81,7 @@ class ArgumentSchema:
         self.slots = tuple(f for f in fields if f.kind != "simple")
         self.simple = tuple(f for f in fields if f.kind == "simple")
         self.mutable = tuple(f.name for f in fields if f.mutable)
+        self.groups = tuple(f.name for f in fields if f.kind == "group")
         names = [name for f in self.slots for name in _slot_names(f)] + ["bundle"]
         for field in self.slots:
             if any(names.count(name) > 1 for name in _slot_names(field)):

@@ -1,9 +1,10 @@
 """Fusible operations, and the pipelines made of them."""
 
 from lowp.ops import fused as _rules  # registers the fusion rules
-from lowp.ops.basic import BasicLinear, Bias, Identity, Quantize, Reshape
+from lowp.ops.basic import AllGather, AllReduce, BasicLinear, Bias, Identity, Quantize, ReduceScatter, Reshape
 from lowp.ops.basic_op import BasicOperation
 from lowp.ops.boundary import compile_boundary
+from lowp.ops.linear import Linear
 from lowp.ops.op import FusibleOperation, OperationContext
 from lowp.ops.plan import FusedOperation, FusionRule, Window, register_fusion
 from lowp.ops.sequential import Sequential
@@ -11,6 +12,8 @@ from lowp.ops.sequential import Sequential
 del _rules
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -18,8 +21,10 @@ __all__ = [
     "FusibleOperation",
     "FusionRule",
     "Identity",
+    "Linear",
     "OperationContext",
     "Quantize",
+    "ReduceScatter",
     "Reshape",
     "Sequential",
     "Window",

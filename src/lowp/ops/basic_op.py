@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowp.distributed.sharding import Sharding
 from lowp.ops.fuser import OperationFuser
 from lowp.ops.op import FusibleOperation
 from lowp.recipe import Recipe
@@ -17,18 +18,76 @@ class BasicOperation(FusibleOperation):
     def __init__(self) -> None:
         super().__init__()
         self._alone = OperationFuser((self,))
+        self._owner: tuple[nn.Module] | None = None
+        self._names: dict[str, str] = {}
+
+    def bind(self, owner: nn.Module, **names: str) -> None:
+        """Hand the parameters over to a facade, which has them under names of its own.
+
+        The operation keeps no second reference: it looks each parameter up on its owner at call time, so that an
+        assigned one is used and state_dict keys stay single.
+
+        Args:
+            owner: the facade.
+            **names: the owner's name of each parameter.
+        """
+        for name, owner_name in names.items():
+            parameter = getattr(self, name)
+            delattr(self, name)
+            owner.register_parameter(owner_name, parameter)
+        self._owner = (owner,)
+        self._names = names
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """A parameter, looked up now."""
+        return getattr(self, name) if self._owner is None else getattr(self._owner[0], self._names[name])
+
+    def owner_name(self, name: str) -> str:
+        """The name of a parameter where it is registered."""
+        return self._names.get(name, name)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How each sharded parameter is split."""
+        return {}
+
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The parameters of whose gradient each rank computes a part."""
+        return ()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> BasicOperation:
+        super()._apply(*args, **kwargs)
+        mark_partial_gradients(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_partial_gradients(self)
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters, looked up now, in the order of `parameter_names`."""
-        return [getattr(self, name) for name in self.parameter_names]
+        """The parameters, in the order of `parameter_names`."""
+        return [self.parameter(name) for name in self.parameter_names]
 
     def bypassed(self, recipe: Recipe | None) -> bool:
         """Whether the operation does nothing under this recipe: it is left out of the plan."""
         return False
 
+    def reset_parameters(self) -> None:
+        """Initialise the parameters."""
+
     def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone, as a pipeline of one."""
         return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+
+def mark_partial_gradients(module: Any) -> None:
+    """Set `sequence_parallel` on the parameters that `module.partial_gradients()` names.
+
+    torch drops a parameter's attributes when it copies one (deepcopy) or replaces one (`to_empty`).
+    """
+    for name in module.partial_gradients():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameter.sequence_parallel = True
 
 
 class ViewOperation(BasicOperation):

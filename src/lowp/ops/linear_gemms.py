@@ -1,20 +1,60 @@
-"""The three GEMMs of a linear layer, on the operands that a recipe asks for.
+"""The three GEMMs of a linear layer, on the operands that a recipe asks for, with the collectives around them.
 
-Shape legend: M = tokens, N = out features, K = in features.
+Shape legend: M = tokens, N = out features, K = in features, all of them local; see `lowp.distributed.shapes` for local
+shapes. Under sequence parallelism the operand that holds part of the tokens is gathered: quantized, one amax is agreed
+first and fp8 bytes travel.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowp.distributed.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from lowp.distributed.shapes import Parallel, ParallelMode
 from lowp.kernels.gemm import gemm, gemm_into, scaled_gemm, scaled_gemm_into
-from lowp.quantization import Quantized, as_matrix, cast_operand, dequantize_rows, measure, quantize_operand
+from lowp.kernels.transpose import transpose_data
+from lowp.quantization import Quantized, as_matrix, cast_operand, dequantize_rows, measure
+from lowp.quantizers import Quantizer
 
 if TYPE_CHECKING:
-    from lowp.ops.basic.basic_linear import LinearBackwardArgs, LinearForwardArgs
+    from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
+
+
+class Rows(NamedTuple):
+    """A quantized operand whose rows are on their way from all ranks, and the one scale of them all."""
+
+    data: Pending
+    scale: Tensor
+
+    def wait(self, columns: int, *, row: bool, column: bool) -> Quantized:
+        """The gathered operand with the copies asked for; the column copy is the transpose of the row copy."""
+        data = self.data.wait()
+        column_data = transpose_data(data, columns) if column else None
+        return Quantized(
+            data if row else None, self.scale if row else None, column_data, self.scale if column else None
+        )
+
+
+def _quantized_rows(x_MK: Tensor, spec: Quantizer, parallel: Parallel) -> tuple[Quantized, Rows]:
+    """This rank's rows, quantized with an amax that all ranks agree on, and the gathering of all ranks' rows."""
+    statistics = measure(x_MK, spec)
+    if statistics is not None:
+        statistics = all_reduce(statistics, parallel.group, "max").wait()
+    own = cast_operand(x_MK, statistics, spec, row=True, column=False)
+    return own, Rows(all_gather(own.row[0], parallel.group), own.row[1])
+
+
+def _reduced(y_MN: Tensor, parallel: Parallel, mode: ParallelMode) -> Pending:
+    """The sum over the ranks where the GEMM's contraction axis is split: fprop under "row", dgrad under "column"."""
+    if parallel.mode != mode:
+        return Pending(y_MN, started=False)
+    if parallel.sequence_parallel:
+        return reduce_scatter(y_MN, parallel.group)
+    return all_reduce(y_MN, parallel.group)
 
 
 def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -25,51 +65,105 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
         aux: fresh tensors: the input's copy that backward reads and its scale, where this call makes one; the weight's
             statistics, where its quantizer has any.
     """
-    x = args.input
+    x, parallel = args.input, args.parallel
+    leading = x.row[0].shape[:-1] if isinstance(x, Quantized) else x.shape[:-1]
+    aux: tuple[Tensor, ...] = ()
     if args.weight_quantizer is None:
         assert isinstance(x, Tensor)
-        y_MN = gemm(as_matrix(x).to(args.dtype), args.weight.to(args.dtype), args.bias, dtype=args.dtype)
-        return with_leading(y_MN, x.shape[:-1]), ()
-    kept: tuple[Tensor, ...] = ()
-    if isinstance(x, Tensor):
-        assert args.input_quantizer is not None
-        leading = x.shape[:-1]
         x_MK = as_matrix(x).to(args.dtype)
-        x = quantize_operand(x_MK, args.input_quantizer, row=True, column=args.keep_column)
-        if args.keep_column or args.keep_row:
-            kept = x.column if args.keep_column else x.row
+        gathering = all_gather(x_MK, parallel.group if parallel.gathers("column") else None)
+        w_NK = args.weight.to(args.dtype)
+        y_MN = gemm(gathering.wait(), w_NK, args.bias, dtype=args.dtype)
     else:
-        leading = x.row[0].shape[:-1]
-        x = x._replace(row_data=as_matrix(x.row[0]))
-    statistics = measure(args.weight, args.weight_quantizer)
-    w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
-    y_MN = scaled_gemm(*x.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation)
-    return with_leading(y_MN, leading), (*kept, *(() if statistics is None else (statistics,)))
+        wait_for_input = _start_input(args)
+        statistics = measure(args.weight, args.weight_quantizer)
+        w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
+        operand, aux = wait_for_input()
+        y_MN = scaled_gemm(
+            *operand.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation
+        )
+        aux = (*aux, *(() if statistics is None else (statistics,)))
+    y_MN = _reduced(y_MN, parallel, "row").wait()
+    return with_leading(y_MN, parallel.output_leading(leading)), aux
 
 
-def grad_operand(args: LinearBackwardArgs) -> Tensor | Quantized:
-    """The output's gradient as dgrad and wgrad read it: `[M, N]`, quantized where the recipe says so."""
-    if isinstance(args.grad_output, Quantized):
-        return args.grad_output
-    dy_MN = as_matrix(args.grad_output).to(args.dtype)
-    if args.grad_output_quantizer is None or not (args.input_requires_grad or args.weight_requires_grad):
-        return dy_MN
-    return quantize_operand(
-        dy_MN, args.grad_output_quantizer, row=args.input_requires_grad, column=args.weight_requires_grad
-    )
+def _start_input(args: LinearForwardArgs) -> Callable[[], tuple[Quantized, tuple[Tensor, ...]]]:
+    """Quantize the input and start gathering it, if fprop needs it whole; the weight is cast meanwhile.
+
+    Returns:
+        A function that waits and gives the operand, and the copy that backward reads where it is made here.
+    """
+    x = args.input
+    if isinstance(x, Quantized):
+        operand = x._replace(row_data=as_matrix(x.row[0]))
+        return lambda: (operand, ())
+    assert args.input_quantizer is not None
+    x_MK = as_matrix(x).to(args.dtype)
+    if not args.parallel.gathers("column"):
+        operand = cast_operand(
+            x_MK, measure(x_MK, args.input_quantizer), args.input_quantizer, row=True, column=args.keep_column
+        )
+        return lambda: (operand, operand.column if args.keep_column else operand.row if args.keep_row else ())
+    own, rows = _quantized_rows(x_MK, args.input_quantizer, args.parallel)
+
+    def wait() -> tuple[Quantized, tuple[Tensor, ...]]:
+        gathered = rows.wait(x_MK.shape[1], row=True, column=args.keep_column)
+        return gathered, gathered.column if args.keep_column else own.row if args.keep_row else ()
+
+    return wait
 
 
-def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Tensor:
-    """`dx = dy @ w`, `[..., K]`."""
+def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
+    """Start gathering the output's gradient, if dgrad and wgrad need it whole; the weight is cast meanwhile.
+
+    Returns:
+        A function that waits and gives it as `[M, N]`, quantized where the recipe says so.
+    """
+    dy = args.grad_output
     if isinstance(dy, Quantized):
-        w = _cast_weight(args, row=False, column=True)
+        return lambda: dy
+    dy_MN = as_matrix(dy).to(args.dtype)
+    group = args.parallel.group if args.parallel.gathers("row") else None
+    spec = args.grad_output_quantizer
+    if spec is None or not (args.input_requires_grad or args.weight_requires_grad):
+        return all_gather(dy_MN, group).wait
+    copies = {"row": args.input_requires_grad, "column": args.weight_requires_grad}
+    if group is not None:
+        rows = _quantized_rows(dy_MN, spec, args.parallel)[1]
+        return lambda: rows.wait(dy_MN.shape[1], **copies)
+    operand = cast_operand(dy_MN, measure(dy_MN, spec), spec, **copies)
+    return lambda: operand
+
+
+def start_input(args: LinearBackwardArgs) -> Pending | Rows | None:
+    """Start gathering what forward kept of the input, if wgrad needs it whole; dgrad runs meanwhile."""
+    x = args.input
+    if not args.weight_requires_grad or not args.parallel.gathers("column"):
+        return None
+    if isinstance(x, Tensor):
+        return all_gather(as_matrix(x).to(args.dtype), args.parallel.group)
+    assert x is not None
+    return None if x.row_data is None else Rows(all_gather(as_matrix(x.row_data), args.parallel.group), x.row[1])
+
+
+def dgrad_weight(args: LinearBackwardArgs) -> Tensor | Quantized:
+    """The weight as dgrad reads it."""
+    if isinstance(args.grad_output, Quantized) or args.grad_output_quantizer is not None:
+        return _cast_weight(args, row=False, column=True)
+    if args.override == "dequantized":
+        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
+    return args.weight.to(args.dtype)
+
+
+def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantized) -> Pending:
+    """`dx = dy @ w`, `[M, K]`; its reduction has started, and wgrad runs meanwhile."""
+    if isinstance(w, Quantized):
+        assert isinstance(dy, Quantized)
         dx_MK = scaled_gemm(*dy.row, *w.column, dtype=args.input_dtype, fast_accumulation=args.fast_dgrad)
-    elif args.override == "dequantized":
-        w_NK = dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
-        dx_MK = gemm(dy, w_NK.t(), dtype=args.input_dtype)
     else:
-        dx_MK = gemm(dy, args.weight.to(args.dtype).t(), dtype=args.input_dtype)
-    return with_leading(dx_MK, args.leading)
+        assert isinstance(dy, Tensor)
+        dx_MK = gemm(dy, w.t(), dtype=args.input_dtype)
+    return _reduced(dx_MK, args.parallel, "column")
 
 
 def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quantized:
@@ -78,9 +172,15 @@ def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quanti
     return cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=row, column=column)
 
 
-def wgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Tensor | None:
+def wgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, gathered: Pending | Rows | None) -> Tensor | None:
     """`dw = dy.T @ x`, `[N, K]` in the weight's dtype; None where it went into `main_grad`."""
+    K = args.weight.shape[1]
+    quantized = isinstance(dy, Quantized)
     x = args.input
+    if isinstance(gathered, Rows):
+        x = gathered.wait(K, row=not quantized, column=quantized)
+    elif gathered is not None:
+        x = gathered.wait()
     assert x is not None
     if isinstance(dy, Quantized):
         assert isinstance(x, Quantized)
@@ -90,7 +190,7 @@ def wgrad(args: LinearBackwardArgs, dy: Tensor | Quantized) -> Tensor | None:
         scaled_gemm_into(*operands, args.main_grad, fast_accumulation=args.fast_wgrad, accumulate=args.accumulate)
         return None
     if isinstance(x, Quantized):
-        x = dequantize_rows(x, args.weight.shape[1], args.dtype)
+        x = dequantize_rows(x, K, args.dtype)
     x_MK = as_matrix(x).to(args.dtype)
     if args.main_grad is None:
         return gemm(dy.t(), x_MK.t(), dtype=args.weight.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowp.ops.basic_op import BasicOperation, ViewOperation
 from lowp.ops.fuser import OperationFuser
+from lowp.ops.linear import OperationGroup
 from lowp.quantization import current_recipe
 from lowp.recipe import Recipe
 
@@ -117,7 +118,7 @@ def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
         groups.extend(trailing)
         run.clear()
 
-    for module in modules:
+    for module in _flat(modules):
         if isinstance(module, BasicOperation) and (run or not isinstance(module, ViewOperation)):
             run.append(module)
         else:
@@ -125,6 +126,15 @@ def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
             groups.append(module)
     close()
     return groups
+
+
+def _flat(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Modules, with groups of operations opened up, to be planned together with their neighbours."""
+    for module in modules:
+        if isinstance(module, OperationGroup):
+            yield from module.basic_ops
+        else:
+            yield module
 
 
 def _then_regroup(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,79 +11,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from lowp.dynamo.schema import Mutable, Sizes
-from lowp.errors import require
+from lowp.distributed.groups import GroupHandle
+from lowp.distributed.shapes import PARALLEL_MODES, Parallel, ParallelMode, check_divisible_sequence, local_size
+from lowp.distributed.sharding import Sharding, init_sharded_
+from lowp.distributed.collectives import group_size
+from lowp.errors import fail, require
 from lowp.ops import linear_gemms as gemms
 from lowp.ops.basic_op import BasicOperation, check_size
+from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest
-from lowp.quantizers import Quantizer
-from lowp.recipe import BackwardOverride
-
-
-@dataclass
-class LinearForwardArgs:
-    """What the forward pass reads; `keep_column` and `keep_row`: the input's quantized copy that backward reads."""
-
-    input: Tensor | Quantized
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    input_quantizer: Quantizer | None
-    weight_quantizer: Quantizer | None
-    fast_accumulation: bool
-    keep_column: bool
-    keep_row: bool
-
-
-@dataclass
-class LinearBackwardArgs:
-    """What the backward pass reads."""
-
-    grad_output: Tensor | Quantized
-    input: Tensor | Quantized | None
-    weight: Tensor
-    weight_statistics: Tensor | None
-    main_grad: Mutable
-    leading: Sizes
-    dtype: torch.dtype
-    input_dtype: torch.dtype
-    weight_quantizer: Quantizer | None
-    grad_output_quantizer: Quantizer | None
-    override: BackwardOverride | None
-    fast_dgrad: bool
-    fast_wgrad: bool
-    input_requires_grad: bool
-    weight_requires_grad: bool
-    accumulate: bool
-    placeholder_grad: bool
 
 
 class BasicLinear(BasicOperation):
     """Applies a linear map without bias.
 
     Args:
-        in_features: K.
-        out_features: N.
+        in_features: K, of the whole layer.
+        out_features: N, of the whole layer.
         device: of the parameter.
         dtype: of the parameter.
+        tensor_parallel_mode: None, "column" (out features are split) or "row" (in features are split); local shapes
+            are tabled in `lowp.distributed.shapes`.
+        tensor_parallel_group: the ranks; None: this process alone.
+        sequence_parallel: tokens are split along the first axis where the layer is not: the input under "column", the
+            output under "row".
+        keep_gathered_input: under "column" with sequence parallelism, keep the gathered quantized input for wgrad
+            instead of gathering it again in backward: more memory, less traffic.
         accumulate_into_main_grad: backward adds the weight's gradient to `weight.main_grad` (or overwrites it where
             `weight.overwrite_main_grad` is true) instead of returning it, and `weight.grad_added_to_main_grad` is set.
         placeholder_grad: with `accumulate_into_main_grad`, `weight.grad` becomes a tensor of undefined content instead
             of staying None, for code that needs one.
 
     Attributes:
-        weight: `[out_features, in_features]`.
+        weight: `[out_features, in_features]`, this rank's part of it.
 
     Raises:
-        ValueError: a size is negative; the input's last axis is not `in_features`; `weight.main_grad` is missing or
-            has another shape.
+        ValueError: a size is negative or not divisible by the ranks; the mode is unknown, or missing under sequence
+            parallelism; the input's last axis is not the local `in_features`; the tokens can't be split;
+            `weight.main_grad` is missing or has another shape.
         TypeError: the input's dtype is no floating-point one.
     """
 
@@ -98,49 +70,91 @@ class BasicLinear(BasicOperation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel_mode: ParallelMode | None = None,
+        tensor_parallel_group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        keep_gathered_input: bool = False,
         accumulate_into_main_grad: bool = False,
         placeholder_grad: bool = False,
     ) -> None:
         super().__init__()
+        name = "BasicLinear"
+        sizes = (in_features, out_features)
+        require(min(sizes) >= 0, name, "in_features and out_features must not be negative", got=sizes)
         require(
-            in_features >= 0 and out_features >= 0,
-            "BasicLinear",
-            "in_features and out_features must not be negative",
-            got=(in_features, out_features),
+            tensor_parallel_mode in PARALLEL_MODES,
+            name,
+            f"tensor_parallel_mode must be one of {PARALLEL_MODES}",
+            got=repr(tensor_parallel_mode),
+        )
+        require(
+            tensor_parallel_mode is not None or not sequence_parallel,
+            name,
+            "sequence_parallel needs a tensor_parallel_mode",
         )
         self.in_features = in_features
         self.out_features = out_features
+        self._group = GroupHandle(tensor_parallel_group if tensor_parallel_mode else None)
+        self.tensor_parallel_mode = tensor_parallel_mode
+        self.sequence_parallel = sequence_parallel
+        self.local_in_features, self.local_out_features = in_features, out_features
+        if tensor_parallel_mode == "row":
+            self.local_in_features = local_size(name, "in_features", in_features, tensor_parallel_group)
+        elif tensor_parallel_mode == "column":
+            self.local_out_features = local_size(name, "out_features", out_features, tensor_parallel_group)
+        self.keep_gathered_input = keep_gathered_input
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.placeholder_grad = placeholder_grad
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
+    @property
+    def parallel(self) -> Parallel:
+        """How the layer is split."""
+        return Parallel(self.tensor_parallel_mode, self.sequence_parallel, self._group.group)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How each sharded parameter is split."""
+        group = self._group.group
+        if group is None or self.tensor_parallel_mode is None:
+            return {}
+        return {"weight": Sharding(0 if self.tensor_parallel_mode == "column" else 1, group)}
+
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform in +-1 / sqrt(in_features)."""
-        if self.weight.numel():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        """As nn.Linear: uniform in +-1 / sqrt(in_features); the same function of the seed on any number of ranks."""
+        init_sharded_(
+            self.parameter("weight"),
+            (self.out_features, self.in_features),
+            self.shardings().get("weight"),
+            lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)),
+        )
 
     def extra_repr(self) -> str:
         """For `print`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        mode = f", tensor_parallel_mode={self.tensor_parallel_mode!r}" if self.tensor_parallel_mode else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}{mode}"
 
     def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
         """torch.autocast's dtype where it is on, else the input's."""
         return autocast_dtype or input_dtype
 
     def input_request(self, ctx: OperationContext) -> QuantizeRequest | None:
-        """Row for fprop; column for wgrad, unless the recipe overrides backward."""
-        if ctx.recipe is None:
+        """Row for fprop; column for wgrad, unless the recipe overrides backward. None where ranks agree on an amax."""
+        if ctx.recipe is None or self.parallel.gathers("column"):
             return None
-        column = ctx.requires_grad and self.weight.requires_grad and ctx.recipe.backward_override is None
-        return QuantizeRequest(ctx.recipe.quantizer("input"), row=True, column=column)
+        wgrad = ctx.requires_grad and self.parameter("weight").requires_grad
+        return QuantizeRequest(
+            ctx.recipe.quantizer("input"), row=True, column=wgrad and ctx.recipe.backward_override is None
+        )
 
     def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
-        """Row for dgrad, column for wgrad, unless the recipe overrides backward."""
-        if ctx.recipe is None or ctx.recipe.backward_override is not None:
+        """Row for dgrad, column for wgrad, unless the recipe overrides backward or ranks agree on an amax."""
+        if ctx.recipe is None or ctx.recipe.backward_override is not None or self.parallel.gathers("row"):
             return None
         quantizer = ctx.recipe.quantizer("grad_output")
-        return QuantizeRequest(quantizer, row=ctx.input_requires_grad, column=self.weight.requires_grad)
+        return QuantizeRequest(quantizer, row=ctx.input_requires_grad, column=self.parameter("weight").requires_grad)
 
     def pack_forward_args(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor | Quantized, **_: Any
@@ -150,23 +164,33 @@ class BasicLinear(BasicOperation):
 
     def pack_linear(self, ctx: OperationContext, input_: Tensor | Quantized, bias: Tensor | None) -> LinearForwardArgs:
         """The arguments of fprop; for fusions too."""
+        parallel, recipe, weight = self.parallel, ctx.recipe, self.parameter("weight")
         if isinstance(input_, Tensor):
-            check_size("BasicLinear", "the last axis of the input", input_, self.in_features)
+            check_size("BasicLinear", "the last axis of the input", input_, self.local_in_features)
             if not input_.dtype.is_floating_point:
                 raise TypeError(f"BasicLinear: the input must have a floating-point dtype, got {input_.dtype}.")
-        recipe = ctx.recipe
-        request = self.input_request(ctx)
-        wgrad = ctx.requires_grad and self.weight.requires_grad
+        if parallel.sequence_parallel:
+            ranks = group_size(parallel.group) if parallel.mode == "row" else 1
+            whole = input_.row[0] if isinstance(input_, Quantized) else input_
+            check_divisible_sequence("BasicLinear", whole.shape[:-1], ranks)
+        wgrad = ctx.requires_grad and weight.requires_grad
+        override = None if recipe is None else recipe.backward_override
+        by_column = not parallel.gathers("column") or self.keep_gathered_input
         return LinearForwardArgs(
             input=input_,
-            weight=self.weight,
+            weight=weight,
             bias=bias,
+            group=parallel.group,
+            parallel_mode=parallel.mode,
+            sequence_parallel=parallel.sequence_parallel,
             dtype=ctx.autocast_dtype or ctx.dtype,
-            input_quantizer=None if request is None else request.quantizer,
+            input_quantizer=None if recipe is None else recipe.quantizer("input"),
             weight_quantizer=None if recipe is None else recipe.quantizer("weight"),
             fast_accumulation=recipe is not None and not recipe.gemm("fprop").use_split_accumulator,
-            keep_column=request is not None and request.column,
-            keep_row=wgrad and recipe is not None and recipe.backward_override == "dequantized",
+            keep_column=wgrad and recipe is not None and override is None and by_column,
+            keep_row=wgrad
+            and recipe is not None
+            and (override == "dequantized" or (override is None and not by_column)),
         )
 
     @classmethod
@@ -183,7 +207,7 @@ class BasicLinear(BasicOperation):
 
     def setup_linear(self, ctx: OperationContext, args: LinearForwardArgs, aux: tuple[Tensor, ...]) -> None:
         """Fill this operation's context; for fusions too."""
-        input_, wgrad = args.input, self.weight.requires_grad
+        input_, wgrad = args.input, args.weight.requires_grad
         original: Tensor | None = None
         kept: Sequence[Tensor | None] = (None, None)
         statistics = aux[-1] if args.weight_quantizer is not None and ctx.input_requires_grad else None
@@ -203,14 +227,16 @@ class BasicLinear(BasicOperation):
         ctx.main_grad = self._main_grad() if self.accumulate_into_main_grad and wgrad else None
 
     def _main_grad(self) -> Tensor:
-        main_grad = getattr(self.weight, "main_grad", None)
-        if main_grad is None or main_grad.shape != self.weight.shape:
-            raise ValueError(
-                "BasicLinear: accumulate_into_main_grad needs weight.main_grad, a tensor of the weight's shape"
-                f" {tuple(self.weight.shape)}, got {None if main_grad is None else tuple(main_grad.shape)}."
-                " Set it before the first forward."
+        weight: Any = self.parameter("weight")
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None or main_grad.shape != weight.shape:
+            fail(
+                "BasicLinear",
+                f"accumulate_into_main_grad needs weight.main_grad, a tensor of the weight's shape {tuple(weight.shape)}",
+                got=None if main_grad is None else tuple(main_grad.shape),
+                hint="Set it before the first forward.",
             )
-        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        weight.grad_added_to_main_grad = True
         return main_grad
 
     def pack_backward_args(
@@ -234,6 +260,9 @@ class BasicLinear(BasicOperation):
             weight_statistics=statistics,
             main_grad=ctx.main_grad,
             leading=tuple(ctx.leading),
+            group=self._group.group,
+            parallel_mode=self.tensor_parallel_mode,
+            sequence_parallel=self.sequence_parallel,
             dtype=ctx.compute_dtype,
             input_dtype=ctx.dtype,
             weight_quantizer=None if recipe is None else recipe.quantizer("weight"),
@@ -243,19 +272,28 @@ class BasicLinear(BasicOperation):
             fast_wgrad=recipe is not None and not recipe.gemm("wgrad").use_split_accumulator,
             input_requires_grad=ctx.input_requires_grad,
             weight_requires_grad=weight.requires_grad,
-            accumulate=not getattr(self.weight, "overwrite_main_grad", False),
+            accumulate=not getattr(self.parameter("weight"), "overwrite_main_grad", False),
             placeholder_grad=self.placeholder_grad and ctx.main_grad is not None,
         )
 
     @classmethod
     def backward_compute(cls, args: LinearBackwardArgs, *, in_custom_op: bool = False) -> Any:
-        """Dgrad, then wgrad, each where its gradient is wanted."""
-        grad_output = gemms.grad_operand(args)
-        grad_input = gemms.dgrad(args, grad_output) if args.input_requires_grad else None
+        """Dgrad, then wgrad, each where its gradient is wanted.
+
+        The weight is cast while the gradient is gathered, the input is gathered during dgrad, and dgrad's reduction runs
+        during wgrad.
+        """
+        gathered = gemms.start_input(args)
+        wait_for_grad = gemms.start_grad(args)
+        weight = gemms.dgrad_weight(args) if args.input_requires_grad else None
+        grad_output = wait_for_grad()
+        del wait_for_grad  # it holds the operand's row copy, which is released below
+        grad_input = None if weight is None else gemms.dgrad(args, grad_output, weight)
         if isinstance(grad_output, Quantized) and not in_custom_op:
             args.grad_output = None  # type: ignore[assignment]
             grad_output = grad_output._replace(row_data=None)  # dgrad is done: its memory is free for wgrad
-        grad_weight = gemms.wgrad(args, grad_output) if args.weight_requires_grad else None
+        grad_weight = gemms.wgrad(args, grad_output, gathered) if args.weight_requires_grad else None
         if args.placeholder_grad and not in_custom_op:
             grad_weight = torch.empty_like(args.weight)
-        return grad_input, ((grad_weight,),), ((),)
+        dx = None if grad_input is None else gemms.with_leading(grad_input.wait(), args.leading)
+        return dx, ((grad_weight,),), ((),)

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from lowp.distributed.groups import GroupHandle
+from lowp.distributed.shapes import local_size
+from lowp.distributed.sharding import Sharding
 from lowp.errors import require
 from lowp.kernels.bias_grad import bias_grad
-from lowp.ops.basic_op import BasicOperation, check_size
+from lowp.ops.basic_op import BasicOperation, check_size, mark_partial_gradients
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
 from lowp.quantizers import Quantizer
@@ -49,9 +53,12 @@ class Bias(BasicOperation):
         size: N, the size of the last axis.
         device: of the parameter.
         dtype: of the parameter.
+        tensor_parallel_group: the ranks that the last axis is split over, after a column-parallel layer.
+        sequence_parallel: the tokens are split over ranks, so that each has a part of the bias's gradient: the parameter
+            carries `sequence_parallel = True`, and `lowp.distributed.reduce_sequence_parallel_grads` completes it.
 
     Attributes:
-        bias: `[N]`.
+        bias: `[N]`, this rank's part of it.
 
     The output's dtype is torch's promotion of the input's and the bias's.
     """
@@ -63,17 +70,34 @@ class Bias(BasicOperation):
     parameter_names = ("bias",)
 
     def __init__(
-        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         require(size >= 0, "Bias", "size must not be negative", got=size)
-        self.size = size
-        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self._group = GroupHandle(tensor_parallel_group)
+        self.size = local_size("Bias", "size", size, tensor_parallel_group)
+        self.bias = nn.Parameter(torch.empty(self.size, device=device, dtype=dtype))
+        self.sequence_parallel = sequence_parallel
+        mark_partial_gradients(self)
         self.reset_parameters()
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How the bias is split."""
+        return {} if self._group.group is None else {"bias": Sharding(0, self._group.group)}
+
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The bias, where tokens are split."""
+        return ("bias",) if self.sequence_parallel else ()
 
     def reset_parameters(self) -> None:
         """Zeros."""
-        nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.parameter("bias"))
 
     def extra_repr(self) -> str:
         """For `print`."""
@@ -81,7 +105,7 @@ class Bias(BasicOperation):
 
     def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
         """As torch promotes the input's and the bias's."""
-        return torch.promote_types(input_dtype, self.bias.dtype)
+        return torch.promote_types(input_dtype, self.parameter("bias").dtype)
 
     def pack_forward_args(
         self,
@@ -94,7 +118,7 @@ class Bias(BasicOperation):
         """The input and the bias."""
         check_size("Bias", "the last axis of the input", input_, self.size)
         basic_op_ctxs[0].bias_request = prev_op_grad_output_quantizer
-        return BiasForwardArgs(input_, self.bias)
+        return BiasForwardArgs(input_, self.parameter("bias"))
 
     @classmethod
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
@@ -106,10 +130,11 @@ class Bias(BasicOperation):
     ) -> BiasBackwardArgs:
         """The gradient, and what the operation before reads."""
         request = basic_op_ctxs[0].bias_request
+        bias = self.parameter("bias")
         return BiasBackwardArgs(
             grad_output,
-            self.bias.dtype,
-            self.bias.requires_grad,
+            bias.dtype,
+            bias.requires_grad,
             None if request is None else request.quantizer,
             request is not None and request.row,
             request is not None and request.column,

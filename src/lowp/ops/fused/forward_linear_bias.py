@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.ops.basic.basic_linear import BasicLinear, LinearForwardArgs
+from lowp.distributed.collectives import group_size
+from lowp.ops.basic.basic_linear import BasicLinear
 from lowp.ops.basic.bias import Bias
+from lowp.ops.linear_args import LinearForwardArgs
 from lowp.ops.op import OperationContext
 from lowp.ops.plan import FusedOperation, FusionRule, Window, register_fusion
 from lowp.quantization import Quantized
@@ -27,7 +29,7 @@ class ForwardLinearBias(FusedOperation):
         linear, bias = self.basic_ops
         linear_ctx, bias_ctx = basic_op_ctxs
         bias_ctx.bias_request = linear.grad_output_request(linear_ctx) if linear_ctx.requires_grad else None
-        return linear.pack_linear(linear_ctx, input_, bias.bias)
+        return linear.pack_linear(linear_ctx, input_, bias.parameter("bias"))
 
     @classmethod
     def forward_compute(cls, args: LinearForwardArgs, *, in_custom_op: bool = False) -> Any:
@@ -45,11 +47,13 @@ class ForwardLinearBias(FusedOperation):
 
 def _condition(window: Window) -> str | None:
     linear, bias = window.ops
-    if linear.out_features != bias.size:
-        return f"the bias has {bias.size} elements for {linear.out_features} features"
+    if linear.parallel.mode == "row" and group_size(linear.parallel.group) > 1:
+        return "the bias is added once, after the sum over the ranks"
+    if linear.local_out_features != bias.size:
+        return f"the bias has {bias.size} elements for {linear.local_out_features} features"
     dtype = linear.output_dtype(window.dtype, window.autocast_dtype)
-    if torch.promote_types(dtype, bias.bias.dtype) != dtype:
-        return f"the sum of {dtype} and a bias of {bias.bias.dtype} has another dtype than the product"
+    if torch.promote_types(dtype, bias.parameter("bias").dtype) != dtype:
+        return f"the sum of {dtype} and a bias of {bias.parameter('bias').dtype} has another dtype than the product"
     return None
 
 

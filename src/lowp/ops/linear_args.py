@@ -1,0 +1,101 @@
+"""What the two passes of a linear layer read; the fields are the schemas of its registered operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lowp.distributed.shapes import Parallel, ParallelMode
+from lowp.dynamo.schema import Mutable, Sizes
+from lowp.quantization import Quantized
+from lowp.quantizers import Quantizer
+from lowp.recipe import BackwardOverride
+
+
+@dataclass
+class LinearForwardArgs:
+    """Arguments of fprop.
+
+    Attributes:
+        input: `[..., K]`.
+        weight: `[N, K]`.
+        bias: `[N]`, added in the GEMM's epilogue.
+        group: the tensor-parallel group.
+        parallel_mode: as in `Parallel`.
+        sequence_parallel: as in `Parallel`.
+        dtype: of the output.
+        input_quantizer, weight_quantizer: None: high precision.
+        fast_accumulation: of the quantized GEMM.
+        keep_column: return the input's column copy for wgrad.
+        keep_row: return this rank's row copy of the input, which backward dequantizes, or gathers again.
+    """
+
+    input: Tensor | Quantized
+    weight: Tensor
+    bias: Tensor | None
+    group: ProcessGroup | None
+    parallel_mode: ParallelMode | None
+    sequence_parallel: bool
+    dtype: torch.dtype
+    input_quantizer: Quantizer | None
+    weight_quantizer: Quantizer | None
+    fast_accumulation: bool
+    keep_column: bool
+    keep_row: bool
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the layer is split."""
+        return Parallel(self.parallel_mode, self.sequence_parallel, self.group)
+
+
+@dataclass
+class LinearBackwardArgs:
+    """Arguments of dgrad and wgrad.
+
+    Attributes:
+        grad_output: `[..., N]`.
+        input: what forward kept of the input; None: wgrad doesn't run.
+        weight: `[N, K]`.
+        weight_statistics: of the weight's quantizer, from forward.
+        main_grad: `[N, K]`, where wgrad goes.
+        leading: leading axes of the input.
+        group, parallel_mode, sequence_parallel: as in forward.
+        dtype: of the output.
+        input_dtype: of the input and its gradient.
+        weight_quantizer, grad_output_quantizer: None: high precision.
+        override: the recipe's backward override.
+        fast_dgrad, fast_wgrad: of the quantized GEMMs.
+        input_requires_grad, weight_requires_grad: whether dgrad and wgrad run.
+        accumulate: add to `main_grad` instead of overwriting it.
+        placeholder_grad: in eager mode, return a weight gradient of undefined content.
+    """
+
+    grad_output: Tensor | Quantized
+    input: Tensor | Quantized | None
+    weight: Tensor
+    weight_statistics: Tensor | None
+    main_grad: Mutable
+    leading: Sizes
+    group: ProcessGroup | None
+    parallel_mode: ParallelMode | None
+    sequence_parallel: bool
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    weight_quantizer: Quantizer | None
+    grad_output_quantizer: Quantizer | None
+    override: BackwardOverride | None
+    fast_dgrad: bool
+    fast_wgrad: bool
+    input_requires_grad: bool
+    weight_requires_grad: bool
+    accumulate: bool
+    placeholder_grad: bool
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the layer is split."""
+        return Parallel(self.parallel_mode, self.sequence_parallel, self.group)

@@ -1,0 +1,157 @@
+"""Two processes that run functions for the tests, all tests of a session in the same two.
+
+    with Ranks("gloo") as ranks:
+        results = ranks(function, *args, **kwargs)      one result a rank; functions are imported by name over there
+
+Inside a function `world()` is the group of both ranks, `alone()` the group of this rank only, `device()` its device.
+A rank that raises fails the test with its traceback; ranks that hang are ended after `TIMEOUT` seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 2
+TIMEOUT = 240
+"""Seconds that one function may take, on a busy machine."""
+COLLECTIVE_TIMEOUT = 120
+"""Seconds after which a collective that not all ranks joined raises."""
+_GRACE = 10
+_IGNORED = ("`torch.jit.script_method`", "<class 'torch.autograd.function.Function'>")
+"""Torch's own warnings at compile time: the ones that pyproject.toml lists."""
+
+_groups: dict[str, dist.ProcessGroup] = {}
+_device = torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return _groups["world"]
+
+
+def alone() -> dist.ProcessGroup:
+    """A group of this rank only."""
+    return _groups["alone"]
+
+
+def rank() -> int:
+    """This process's place among all ranks."""
+    return dist.get_rank()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return _device
+
+
+class Ranks:
+    """The processes, started at the first call and again after a failure that may have left one waiting."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        self._end(patience=_GRACE)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function` on all ranks; its arguments and results cross as pickles of plain values.
+
+        Raises:
+            AssertionError: a rank raised, with its traceback, or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args, kwargs))
+        answers = self._answers()
+        failures = [f"rank {index}: {answer[1]}" for index, answer in enumerate(answers) if answer[0] != "ok"]
+        if failures:
+            self._end(patience=0)
+            raise AssertionError("\n".join(failures))
+        return [answer[1] for answer in answers]
+
+    def _answers(self) -> list[tuple[str, Any]]:
+        answers: list[tuple[str, Any]] = [("hung", f"no answer after {TIMEOUT} s")] * WORLD_SIZE
+        deadline = time.monotonic() + TIMEOUT
+        for index, connection in enumerate(self._connections):
+            try:
+                if connection.poll(max(0.0, deadline - time.monotonic())):
+                    answers[index] = connection.recv()
+            except EOFError:
+                answers[index] = ("died", "the process ended")
+            if answers[index][0] != "ok":
+                deadline = min(deadline, time.monotonic() + _GRACE)  # the others may wait for this one
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"
+        for index in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, index, str(store), self.backend), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def _end(self, patience: float) -> None:
+        for process in self._processes:
+            process.join(patience)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+
+def _serve(connection: Connection, index: int, store: str, backend: str) -> None:
+    global _device
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for text in _IGNORED:
+        warnings.filterwarnings("ignore", text, DeprecationWarning)
+    if backend == "nccl":
+        _device = torch.device("cuda", index)
+        torch.cuda.set_device(_device)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, WORLD_SIZE),
+        rank=index,
+        world_size=WORLD_SIZE,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
+        device_id=_device if backend == "nccl" else None,
+    )
+    _groups["world"] = dist.group.WORLD
+    _groups["alone"] = [dist.new_group([one]) for one in range(WORLD_SIZE)][index]
+    while (call := connection.recv()) is not None:
+        function, args, kwargs = call
+        torch.manual_seed(0)
+        try:
+            connection.send(("ok", function(*args, **kwargs)))
+        except Exception:  # noqa: BLE001  whatever it is, the test reports it
+            connection.send(("raised", traceback.format_exc()))
+        finally:
+            torch.compiler.reset()
+    dist.destroy_process_group()
