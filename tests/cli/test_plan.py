@@ -7,7 +7,7 @@ from lowp.cli.demo.plan import CPU, GPU, LADDER, size_for, steps_within
 
 
 def seconds(size, steps, step_seconds):
-    return (steps + size.validation_windows // size.batch) * sum(step_seconds)
+    return (steps + size.validation_windows / size.batch / 3) * sum(step_seconds)
 
 
 @pytest.mark.parametrize("size", [CPU, GPU], ids=lambda size: size.name)

@@ -12,7 +12,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        request.getfixturevalue("cuda_backward_thread")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def cuda_backward_thread() -> None:
+    """Lets autograd's thread start with a kernel of torch's own: a first product of cuBLAS warns (torch 2.11)."""
+    torch.ones(1, device="cuda", requires_grad=True).mul(2).sum().backward()
 
 
 @pytest.fixture(autouse=True)

@@ -168,8 +168,20 @@ def test_case_22_strided_inputs(recipe, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["hybrid", "none"])
-@pytest.mark.parametrize(("M", "K"), [(2**23 + 16, 256), (65537, 32768)])
+@pytest.mark.parametrize(
+    ("M", "K", "recipe"),
+    [
+        (2**23 + 16, 256, "hybrid"),
+        (2**23 + 16, 256, "none"),
+        (65537, 32768, "hybrid"),
+        pytest.param(
+            65537,
+            32768,
+            "none",
+            marks=pytest.mark.xfail(strict=True, reason="cuBLAS gives zeros, to nn.Linear too"),
+        ),
+    ],
+)
 def test_case_30_more_than_2_31_elements(M, K, recipe):
     """Only the last row is not zero."""
     linear = ops.BasicLinear(K, 16, device="cuda", dtype=BF16)

@@ -100,6 +100,7 @@ def test_conversion_after_a_step(device):
     assert {t.dtype for t in (y, dx, dw, db)} == {torch.bfloat16}
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11, when it loads a program
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", ["none", "hybrid"])
 def test_export_with_a_dynamic_batch(recipe, strict, tmp_path, device):

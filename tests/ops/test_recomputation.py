@@ -22,7 +22,7 @@ def batch(device, rows=30, requires_grad=True):
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("scope", ["argument", "context"])
-def test_checkpoint(scope, use_reentrant, recipe, device):
+def test_checkpoint(scope, use_reentrant, recipe, device, request):
     recipe = oracle.RECIPES[recipe]
     module = linear_bias(device=device)
     x = batch(device)
@@ -31,6 +31,10 @@ def test_checkpoint(scope, use_reentrant, recipe, device):
         expected = step(module, module, x)
         assert same(step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x), expected)
         return
+    same_anyway = use_reentrant and recipe == oracle.HIGH_PRECISION_BACKWARD
+    if device == "cuda" and recipe is not None and not same_anyway:
+        reason = "autograd's thread doesn't see the recipe of this one"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     with lowp.autocast(enabled=recipe is not None, recipe=recipe):  # around the backward too
         expected = step(module, module, x)
         assert same(step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x), expected)

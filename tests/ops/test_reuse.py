@@ -78,6 +78,7 @@ def test_the_override_is_switched_at_run_time(device):
     assert graphs.frames == 3
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 doesn't notice it, for nn.Linear either")
 def test_a_frozen_parameter_takes_a_graph_and_goes_back(device):
     module = linear_bias(device=device, recipe=oracle.HYBRID)
     graphs = Graphs()

@@ -158,14 +158,14 @@ def test_only_wanted_gradients_cost_a_gemm(wanted, recipe, device):
 
 
 def saved_by(recipe, wanted_x=True, wanted_w=True, device="cpu"):
-    """What a Linear + Bias saves, its own weight and 0-d tensors left out; and the input, for comparison."""
+    """The matrices that a Linear + Bias saves, its own weight left out; and the input, for comparison."""
     module = linear_bias(device=device, dtype=torch.bfloat16, recipe=oracle.RECIPES[recipe])
     module[0].weight.requires_grad_(wanted_w)
     x = torch.randn(20, 32, device=device, dtype=torch.bfloat16).requires_grad_(wanted_x)
     with saved_tensors() as saved:
         module(x)
     weight = module[0].weight.data_ptr()
-    return [tensor for tensor in saved if tensor.numel() > 1024 // 32 and tensor.data_ptr() != weight], x
+    return [tensor for tensor in saved if tensor.ndim == 2 and tensor.data_ptr() != weight], x
 
 
 @pytest.mark.parametrize("wanted_x", [False, True])
@@ -190,7 +190,7 @@ def test_saved_for_an_unquantized_wgrad(recipe, device):
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
 def test_nothing_of_the_input_is_saved_for_a_frozen_weight(recipe, device):
     saved, _ = saved_by(recipe, wanted_w=False, device=device)
-    assert [tensor for tensor in saved if tensor.numel() >= 20 * 32] == []
+    assert saved == []
 
 
 def test_sizes_that_do_not_fit(device):

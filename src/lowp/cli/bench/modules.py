@@ -63,7 +63,7 @@ def run_module(case: ModuleCase, tokens: int, bench: Bench, only: str) -> dict[s
     expected = results(exact, exact, x.float(), dy.float())
     del exact
     baseline = HOST_BASELINE if case.host else BASELINE
-    variants = make_variants(bench.recipes, host=case.host, cuda=bench.device.type == "cuda")
+    variants = make_variants(bench.recipes, cuda=bench.device.type == "cuda")
     variants = [variant for variant in variants if only in variant.name or variant.name == baseline]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}

@@ -88,13 +88,12 @@ def _at(boundary: Boundary, function: Callable[[Tensor], Any], x: Tensor) -> Any
         return function(x)
 
 
-def make_variants(recipes: dict[str, Recipe], *, host: bool, cuda: bool) -> list[Variant]:
+def make_variants(recipes: dict[str, Recipe], *, cuda: bool) -> list[Variant]:
     """All variants of a case.
 
     Args:
         recipes: that lowp runs.
-        host: whether host time is measured: `mode="reduce-overhead"` is then one of the variants, on a GPU.
-        cuda: whether it runs on a GPU.
+        cuda: whether it runs on a GPU: `mode="reduce-overhead"` is then one of the variants.
     """
     variants = [
         Variant(name=HOST_BASELINE, library="torch"),
@@ -110,7 +109,7 @@ def make_variants(recipes: dict[str, Recipe], *, host: bool, cuda: bool) -> list
                 name=f"lowp {name} compiled, kernels", library="lowp", recipe=recipe, compiled=True, boundary="kernel"
             ),
         ]
-    if host and cuda:
+    if cuda:
         mode = "reduce-overhead"
         variants.append(Variant(name=f"bf16 {mode}", library="torch", compiled=True, mode=mode))
         for name, recipe in recipes.items():

@@ -1,6 +1,6 @@
 """How large the model is, and how many steps every run of one demo trains.
 
-    steps = the largest of `LADDER` with  (steps + validation batches) * (all runs' seconds of a step) <= time left
+    steps = the largest of `LADDER` with  (steps + validation batches / 3) * (all runs' seconds of a step) <= time left
 
 All runs of a demo train the same number of steps on the same data. The time of a step is measured once each model is
 compiled; coarse rungs keep the number of steps, and with it the result, the same from call to call.
@@ -16,8 +16,10 @@ import torch
 LADDER = (20, 50, 100, 200, 300, 500)
 """Steps that a demo may train. A spread over seeds is measured for each rung that should be judged."""
 
-DEFAULT_BUDGET_S = 120.0
+DEFAULT_BUDGET_S = 135.0
 """Seconds in all; leaves a margin below three minutes."""
+
+_VALIDATION_STEPS = 1 / 3  # a forward pass is about a third of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def steps_within(seconds: float, size: Size, step_seconds: Iterable[float]) -> i
     Returns:
         A rung of `LADDER`, at most `size.max_steps`, and the lowest if none fits.
     """
-    validation = size.validation_windows // size.batch
+    validation = size.validation_windows / size.batch * _VALIDATION_STEPS
     per_step = sum(step_seconds)
     fits = [rung for rung in LADDER if rung <= size.max_steps and (rung + validation) * per_step <= seconds]
     return fits[-1] if fits else LADDER[0]
