@@ -9,7 +9,9 @@ ARGS ?=
 # The workers of a parallel run share the cores.
 PARALLEL := -n $(WORKERS) --dist worksteal --timeout 300
 
-.PHONY: demo test test-full test-gpu lint format bench docs venv clean
+GPU_TESTS = $(shell $(PYTHON) -c "import torch; print('gpu or gpu2' if torch.cuda.device_count() > 1 else 'gpu')")
+
+.PHONY: demo test test-full test-gpu test-gpu2 lint format bench docs venv clean
 
 demo: $(STAMP)            ## see what the library does, on any machine
 	$(BIN)/lowp demo $(ARGS)
@@ -20,8 +22,11 @@ test: $(STAMP)            ## the CPU suite
 test-full: $(STAMP)       ## every combination of options, on the CPU
 	OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m "not gpu and not gpu2" $(ARGS)
 
-test-gpu:                 ## the GPU suite; needs only torch and pytest, installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(ARGS)
+test-gpu:                 ## the GPU suite, with two GPUs the distributed part too; needs only torch and pytest
+	PYTHONPATH=src $(PYTHON) -m pytest -m "$(GPU_TESTS)" tests $(ARGS)
+
+test-gpu2:                ## the part that needs two GPUs
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu2 tests $(ARGS)
 
 bench:                    ## timings on this machine's GPU; installs nothing
 	PYTHONPATH=src $(PYTHON) -m lowp.cli.main bench $(ARGS)

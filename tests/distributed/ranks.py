@@ -9,15 +9,16 @@ A rank that raises fails the test with its traceback; ranks that hang are ended 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ TIMEOUT = 240
 COLLECTIVE_TIMEOUT = 120
 """Seconds after which a collective that not all ranks joined raises."""
 _GRACE = 10
-_IGNORED = ("`torch.jit.script_method`", "<class 'torch.autograd.function.Function'>")
-"""Torch's own warnings at compile time: the ones that pyproject.toml lists."""
+_IGNORED = {
+    "`torch.jit.script_method`": DeprecationWarning,
+    "<class 'torch.autograd.function.Function'>": DeprecationWarning,
+    "The .grad attribute of a Tensor that is not a leaf": UserWarning,
+}
+"""Torch's own warnings at compile time: those that pyproject.toml lists, and Dynamo's on an input with a history."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _device = torch.device("cpu")
@@ -57,6 +62,15 @@ def device() -> torch.device:
     return _device
 
 
+def message(function: Callable[..., Any], *args: Any) -> str:
+    """The text of the exception that a call raises."""
+    try:
+        function(*args)
+    except (ValueError, NotImplementedError, torch._dynamo.exc.Unsupported) as error:
+        return str(error)
+    return "nothing was raised"
+
+
 class Ranks:
     """The processes, started at the first call and again after a failure that may have left one waiting."""
 
@@ -64,6 +78,7 @@ class Ranks:
         self.backend = backend
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder = ""
 
     def __enter__(self) -> Ranks:
         return self
@@ -92,20 +107,23 @@ class Ranks:
 
     def _answers(self) -> list[tuple[str, Any]]:
         answers: list[tuple[str, Any]] = [("hung", f"no answer after {TIMEOUT} s")] * WORLD_SIZE
+        waiting = {connection: index for index, connection in enumerate(self._connections)}
         deadline = time.monotonic() + TIMEOUT
-        for index, connection in enumerate(self._connections):
-            try:
-                if connection.poll(max(0.0, deadline - time.monotonic())):
-                    answers[index] = connection.recv()
-            except EOFError:
-                answers[index] = ("died", "the process ended")
-            if answers[index][0] != "ok":
-                deadline = min(deadline, time.monotonic() + _GRACE)  # the others may wait for this one
+        while waiting and time.monotonic() < deadline:
+            for ready in wait(list(waiting), max(0.0, deadline - time.monotonic())):
+                index = waiting.pop(ready)  # type: ignore[call-overload]
+                try:
+                    answers[index] = ready.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[index] = ("died", "the process ended")
+                if answers[index][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + _GRACE)  # the others may wait for this one
         return answers
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._folder = tempfile.mkdtemp()
+        store = Path(self._folder) / "store"
         for index in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, index, str(store), self.backend), daemon=True)
@@ -123,6 +141,7 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(connection: Connection, index: int, store: str, backend: str) -> None:
@@ -130,8 +149,8 @@ def _serve(connection: Connection, index: int, store: str, backend: str) -> None
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    for text in _IGNORED:
-        warnings.filterwarnings("ignore", text, DeprecationWarning)
+    for text, category in _IGNORED.items():
+        warnings.filterwarnings("ignore", text, category)
     if backend == "nccl":
         _device = torch.device("cuda", index)
         torch.cuda.set_device(_device)
@@ -140,7 +159,7 @@ def _serve(connection: Connection, index: int, store: str, backend: str) -> None
         store=dist.FileStore(store, WORLD_SIZE),
         rank=index,
         world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
+        timeout=dt.timedelta(seconds=COLLECTIVE_TIMEOUT),
         device_id=_device if backend == "nccl" else None,
     )
     _groups["world"] = dist.group.WORLD
@@ -150,7 +169,7 @@ def _serve(connection: Connection, index: int, store: str, backend: str) -> None
         torch.manual_seed(0)
         try:
             connection.send(("ok", function(*args, **kwargs)))
-        except Exception:  # noqa: BLE001  whatever it is, the test reports it
+        except Exception:
             connection.send(("raised", traceback.format_exc()))
         finally:
             torch.compiler.reset()

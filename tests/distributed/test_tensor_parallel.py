@@ -21,7 +21,7 @@ from lowp import ops
 from lowp.distributed import reduce_sequence_parallel_grads
 from lowp.recipe import Float8CurrentScaling, Recipe
 from tests.distributed.exact import K, M, N, Problem, check_equal, problem
-from tests.distributed.ranks import Ranks, alone, device, rank, world
+from tests.distributed.ranks import Ranks, alone, device, message, rank, world
 
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
@@ -29,7 +29,8 @@ RECIPES: dict[str, Recipe | None] = {
     "fp8_backward_high_precision": Float8CurrentScaling(backward_override="high_precision"),
     "fp8_backward_dequantized": Float8CurrentScaling(backward_override="dequantized"),
 }
-HOW = (None, "operation", "kernel")
+BOUNDARIES = ["operation", "kernel"]
+HOW = (None, *BOUNDARIES)
 """Eager, or compiled at this boundary."""
 
 
@@ -120,13 +121,23 @@ def compiled(layer: Any, boundary: str | None, backend: Any = "aot_eager") -> An
 
 
 def matches_float64(
-    world_size: int, mode: str, sequence_parallel: bool, bias: bool, recipe_name: str, keep: bool, facade: bool
+    world_size: int,
+    mode: str,
+    sequence_parallel: bool,
+    bias: bool,
+    recipe_name: str,
+    boundaries: list[str | None],
+    *,
+    keep: bool = False,
+    facade: bool = False,
 ) -> None:
+    """Both ranks alike, or, on groups of one, each in its own way: `boundaries` has one compiled way for each."""
     split = Split(mode, sequence_parallel, alone() if world_size == 1 else world())
     recipe, whole, dtype = RECIPES[recipe_name], problem(bias=bias), torch.bfloat16
     layer = parallel_linear(split, whole, bias=bias, keep=keep, facade=facade, dtype=dtype)
     eager_random: list[Tensor] = []
-    for boundary in HOW if world_size > 1 else (None, HOW[1 + rank()]):  # alone, each rank compiles one way
+    ways = boundaries if world_size > 1 else [boundaries[rank()]]
+    for boundary in (None, *[way for way in ways if way is not None]):
         counter = CompileCounterWithBackend("aot_eager")
         with lowp.compile_boundary(boundary or "operation"):
             call = compiled(layer, boundary, counter)
@@ -144,18 +155,19 @@ def matches_float64(
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_equal_to_float64(ranks: Ranks, world_size, mode, sequence_parallel, bias, recipe):
-    ranks(matches_float64, world_size, mode, sequence_parallel, bias, recipe, keep=False, facade=False)
+    ranks(matches_float64, world_size, mode, sequence_parallel, bias, recipe, BOUNDARIES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kept_gathered_input(ranks: Ranks, recipe):
-    ranks(matches_float64, 2, "column", True, True, recipe, keep=True, facade=False)
+    ranks(matches_float64, 2, "column", True, True, recipe, BOUNDARIES if recipe == "fp8" else [], keep=True)
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_facade(ranks: Ranks, mode, sequence_parallel):
-    ranks(matches_float64, 2, mode, sequence_parallel, True, "fp8", keep=False, facade=True)
+    boundaries = ["operation"] if sequence_parallel else []
+    ranks(matches_float64, 2, mode, sequence_parallel, True, "fp8", boundaries, facade=True)
 
 
 def matches_under_inductor(mode: str) -> None:
@@ -376,34 +388,19 @@ def test_ranks_give_the_same_bits(ranks: Ranks):
 
 
 def errors() -> dict[str, str]:
-    """Messages for a sequence that two ranks can't share."""
-    found = {}
-    row = ops.BasicLinear(8, 4, tensor_parallel_mode="row", tensor_parallel_group=world(), sequence_parallel=True)
-    row = row.to(device())
-    cases = {
-        "row": (row, torch.ones(5, 4)),
-        "row, quantized": (ops.Sequential(ops.Quantize(), row, recipe=Float8CurrentScaling()), torch.ones(5, 4)),
-        "scatter": (ops.ReduceScatter(world()), torch.ones(5, 4)),
+    """Messages for a sequence, and for features, that two ranks can't share."""
+    group, odd = world(), torch.ones(5, 4, device=device())
+    options: dict[str, Any] = {"device": device(), "tensor_parallel_group": group}
+    row = ops.BasicLinear(8, 4, tensor_parallel_mode="row", sequence_parallel=True, **options)
+    return {
+        "row": message(row, odd),
+        "row, quantized": message(ops.Sequential(ops.Quantize(), row, recipe=Float8CurrentScaling()), odd),
+        "scatter": message(ops.ReduceScatter(group), odd),
+        "compiled": message(torch.compile(row, backend="aot_eager", fullgraph=True), odd),
+        "in": message(lambda: ops.BasicLinear(9, 4, tensor_parallel_mode="row", **options)),
+        "out": message(lambda: ops.BasicLinear(4, 9, tensor_parallel_mode="column", **options)),
+        "bias": message(lambda: ops.Bias(9, **options)),
     }
-    for name, (module, x) in cases.items():
-        try:
-            module(x.to(device()))
-        except ValueError as error:
-            found[name] = str(error)
-    try:
-        torch.compile(row, backend="aot_eager", fullgraph=True)(torch.ones(5, 4, device=device()))
-    except torch._dynamo.exc.Unsupported as error:
-        found["compiled"] = str(error)
-    for name, build in {
-        "in": lambda: ops.BasicLinear(9, 4, tensor_parallel_mode="row", tensor_parallel_group=world()),
-        "out": lambda: ops.BasicLinear(4, 9, tensor_parallel_mode="column", tensor_parallel_group=world()),
-        "bias": lambda: ops.Bias(9, tensor_parallel_group=world()),
-    }.items():
-        try:
-            build()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
 
 
 def test_errors_name_axis_and_size(ranks: Ranks):
@@ -426,7 +423,7 @@ def copies() -> None:
         saved.seek(0)
         twins = {
             "deepcopy": copy.deepcopy(layer),
-            "pickle": pickle.loads(pickle.dumps(layer)),  # noqa: S301
+            "pickle": pickle.loads(pickle.dumps(layer)),
             "torch.save": torch.load(saved, weights_only=False),
             "to_empty": copy.deepcopy(layer).to("meta").to_empty(device=device()),
         }
@@ -473,9 +470,7 @@ def main_grad() -> None:
 
         linear.bias.register_post_accumulate_grad_hook(collect)
         with lowp.compile_boundary(boundary or "operation"):
-            results = run(
-                linear, compiled(linear, boundary), split, whole, Float8CurrentScaling(), torch.bfloat16
-            )
+            results = run(linear, compiled(linear, boundary), split, whole, Float8CurrentScaling(), torch.bfloat16)
         assert results[2] is None
         check_equal(linear.weight.main_grad, split.weight(whole.dw) + 1, f"{boundary} weight.main_grad")
         check_equal(linear.bias.main_grad, whole.db, f"{boundary} bias.main_grad")

@@ -112,18 +112,16 @@ def init_sharded_(
 def reduce_sequence_parallel_grads(module: nn.Module, group: ProcessGroup) -> None:
     """Sum the partial gradients of parameters that sequence parallelism leaves partial.
 
-    Such parameters carry `sequence_parallel = True`, or are named by their operation: FSDP replaces parameters and drops
-    what they carried. Call it once, after backward and before the optimizer.
+    Such parameters carry `sequence_parallel = True`, or are named by their operation: FSDP replaces parameters and
+    drops what they carried. Call it once, after backward and before the optimizer.
 
     Args:
         module: its parameters' `grad` and `main_grad`, where there are any, are summed in place.
         group: the tensor-parallel group.
     """
-    grads = []
-    for parameter in _partial_parameters(module):
-        for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
-            if grad is not None:
-                grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    partial = _partial_parameters(module)
+    found = [grad for p in partial for grad in (p.grad, getattr(p, "main_grad", None)) if grad is not None]
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in found]
     with torch.no_grad():
         sums = [all_reduce(grad, group) for grad in grads]
         for grad, total in zip(grads, sums, strict=True):

@@ -131,7 +131,10 @@ class Linear(OperationGroup):
         linear, add = self.basic_ops
         bound = 1 / math.sqrt(linear.in_features) if linear.in_features else 0.0
         init_sharded_(
-            self.bias, (linear.out_features,), add.shardings().get("bias"), lambda b: nn.init.uniform_(b, -bound, bound)
+            self.get_parameter("bias"),
+            (linear.out_features,),
+            add.shardings().get("bias"),
+            lambda b: nn.init.uniform_(b, -bound, bound),
         )
 
     def extra_repr(self) -> str:

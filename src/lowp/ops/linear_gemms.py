@@ -79,9 +79,7 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
         statistics = measure(args.weight, args.weight_quantizer)
         w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
         operand, aux = wait_for_input()
-        y_MN = scaled_gemm(
-            *operand.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation
-        )
+        y_MN = scaled_gemm(*operand.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation)
         aux = (*aux, *(() if statistics is None else (statistics,)))
     y_MN = _reduced(y_MN, parallel, "row").wait()
     return with_leading(y_MN, parallel.output_leading(leading)), aux

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lowp.distributed.collectives import group_size
 from lowp.distributed.groups import GroupHandle
 from lowp.distributed.shapes import PARALLEL_MODES, Parallel, ParallelMode, check_divisible_sequence, local_size
 from lowp.distributed.sharding import Sharding, init_sharded_
-from lowp.distributed.collectives import group_size
 from lowp.errors import fail, require
 from lowp.ops import linear_gemms as gemms
 from lowp.ops.basic_op import BasicOperation, check_size
@@ -232,7 +232,7 @@ class BasicLinear(BasicOperation):
         if main_grad is None or main_grad.shape != weight.shape:
             fail(
                 "BasicLinear",
-                f"accumulate_into_main_grad needs weight.main_grad, a tensor of the weight's shape {tuple(weight.shape)}",
+                f"accumulate_into_main_grad needs weight.main_grad of the weight's shape {tuple(weight.shape)}",
                 got=None if main_grad is None else tuple(main_grad.shape),
                 hint="Set it before the first forward.",
             )
@@ -280,8 +280,8 @@ class BasicLinear(BasicOperation):
     def backward_compute(cls, args: LinearBackwardArgs, *, in_custom_op: bool = False) -> Any:
         """Dgrad, then wgrad, each where its gradient is wanted.
 
-        The weight is cast while the gradient is gathered, the input is gathered during dgrad, and dgrad's reduction runs
-        during wgrad.
+        The weight is cast while the gradient is gathered, the input is gathered during dgrad, and dgrad's reduction
+        runs during wgrad.
         """
         gathered = gemms.start_input(args)
         wait_for_grad = gemms.start_grad(args)

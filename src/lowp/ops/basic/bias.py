@@ -54,8 +54,9 @@ class Bias(BasicOperation):
         device: of the parameter.
         dtype: of the parameter.
         tensor_parallel_group: the ranks that the last axis is split over, after a column-parallel layer.
-        sequence_parallel: the tokens are split over ranks, so that each has a part of the bias's gradient: the parameter
-            carries `sequence_parallel = True`, and `lowp.distributed.reduce_sequence_parallel_grads` completes it.
+        sequence_parallel: the tokens are split over ranks, so that each has a part of the bias's gradient: the
+            parameter carries `sequence_parallel = True`, and `lowp.distributed.reduce_sequence_parallel_grads`
+            completes it.
 
     Attributes:
         bias: `[N]`, this rank's part of it.

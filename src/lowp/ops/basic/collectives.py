@@ -1,8 +1,8 @@
 """Collectives along the first axis as operations.
 
-    AllGather      y = rows of all ranks              dx = this rank's rows of the sum of dy
-    ReduceScatter  y = this rank's rows of the sum    dx = rows of all ranks' dy
-    AllReduce      y = sum over the ranks             dx = dy
+AllGather      y = rows of all ranks              dx = this rank's rows of the sum of dy
+ReduceScatter  y = this rank's rows of the sum    dx = rows of all ranks' dy
+AllReduce      y = sum over the ranks             dx = dy
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class _Collective(BasicOperation):
         """The input and the group."""
         return CollectiveArgs(input_, self._group.group)
 
-    def pack_backward_args(
-        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
-    ) -> CollectiveArgs:
+    def pack_backward_args(self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any) -> CollectiveArgs:
         """The gradient and the group."""
         return CollectiveArgs(grad_output, self._group.group)
 
