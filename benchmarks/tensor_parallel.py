@@ -299,7 +299,7 @@ def main() -> None:
     results = measure(sizes, dist.group.WORLD, device)
     if dist.get_rank() == 0:
         report = {"on": facts(device, dist.group.WORLD), "sizes": sizes._asdict(), "results": results}
-        print(json.dumps(report, indent=2))  # noqa: T201
+        print(json.dumps(report, indent=2))
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

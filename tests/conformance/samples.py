@@ -15,9 +15,10 @@ from torch import Tensor
 from lowp.dynamo.schema import ArgumentSchema
 from lowp.formats import E4M3, E5M2
 from lowp.kernels.amax import amax
-from lowp.ops.basic.basic_linear import LinearBackwardArgs, LinearForwardArgs
 from lowp.ops.basic.bias import BiasBackwardArgs, BiasForwardArgs
+from lowp.ops.basic.collectives import CollectiveArgs
 from lowp.ops.basic.quantize import QuantizeArgs
+from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
 from lowp.quantization import Quantized, quantize_operand
 from lowp.quantizers import Float8CurrentScalingQuantizer
 
@@ -90,6 +91,9 @@ def _linear_forward(**fields: Any) -> Sample:
         input=None,
         weight=None,
         bias=None,
+        group=None,
+        parallel_mode=None,
+        sequence_parallel=False,
         dtype=BF16,
         input_quantizer=None,
         weight_quantizer=None,
@@ -120,6 +124,9 @@ def _linear_backward(**fields: Any) -> Sample:
         weight_statistics=None,
         main_grad=None,
         leading=(),
+        group=None,
+        parallel_mode=None,
+        sequence_parallel=False,
         dtype=BF16,
         input_dtype=BF16,
         weight_quantizer=None,
@@ -210,6 +217,9 @@ SAMPLES: dict[str, dict[str, Sample]] = {
             row_major=(0,),
         ),
     },
+    "transpose": {
+        "odd": Sample(lambda draw, m: (draw.quantized(m, ODD_K, row=True, column=False).row[0], ODD_K), row_major=(0,)),
+    },
     "scaled_gemm": {
         "bias": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(N), BF16, True), row_major=(0, 2)),
         "odd N, E5M2, fp32": Sample(
@@ -289,6 +299,14 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "passed through": _simple(lambda draw, m: QuantizeArgs(draw(m, ODD_K), None, False, False)),
     },
 }
+
+# On one rank; tests/distributed runs them on two.
+_COLLECTIVE = {"matrix": _simple(lambda draw, m: CollectiveArgs(draw(m, N), None))}
+for _name in ("AllGather", "ReduceScatter", "AllReduce"):
+    for _direction in ("forward", "backward"):
+        SAMPLES[f"{_name}_{_direction}"] = SAMPLES[f"{_name}_{_direction}_collective"] = _COLLECTIVE
+for _name in ("BasicLinear_forward", "ForwardLinearBias_forward", "BasicLinear_backward"):
+    SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
 
 SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward")
 """Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lowp.distributed.collectives import all_gather, all_reduce, group_size, reduce_scatter
+from lowp.distributed.collectives import Pending, all_gather, all_reduce, group_size, reduce_scatter
 from lowp.distributed.groups import GroupHandle
 from lowp.distributed.shapes import check_divisible_sequence
 from lowp.ops.basic_op import BasicOperation
@@ -27,6 +27,12 @@ class CollectiveArgs:
 
     value: Tensor
     group: ProcessGroup | None
+
+
+def _fresh(pending: Pending, value: Tensor) -> Tensor:
+    """The result; a copy on one rank, where the collective gives its own input."""
+    result = pending.wait()
+    return result.clone() if result is value else result
 
 
 class _Collective(BasicOperation):
@@ -68,12 +74,12 @@ class AllGather(_Collective):
     @classmethod
     def forward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
         """Gather."""
-        return all_gather(args.value, args.group).wait(), ((),), ()
+        return _fresh(all_gather(args.value, args.group), args.value), ((),), ()
 
     @classmethod
     def backward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
         """Sum and scatter."""
-        return reduce_scatter(args.value, args.group).wait(), ((),), ((),)
+        return _fresh(reduce_scatter(args.value, args.group), args.value), ((),), ((),)
 
 
 class ReduceScatter(_Collective):
@@ -97,12 +103,12 @@ class ReduceScatter(_Collective):
     @classmethod
     def forward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
         """Sum and scatter."""
-        return reduce_scatter(args.value, args.group).wait(), ((),), ()
+        return _fresh(reduce_scatter(args.value, args.group), args.value), ((),), ()
 
     @classmethod
     def backward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
         """Gather."""
-        return all_gather(args.value, args.group).wait(), ((),), ((),)
+        return _fresh(all_gather(args.value, args.group), args.value), ((),), ((),)
 
 
 class AllReduce(_Collective):
@@ -119,7 +125,7 @@ class AllReduce(_Collective):
     @classmethod
     def forward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
         """Sum."""
-        return all_reduce(args.value, args.group).wait(), ((),), ()
+        return _fresh(all_reduce(args.value, args.group), args.value), ((),), ()
 
     @classmethod
     def backward_compute(cls, args: CollectiveArgs, *, in_custom_op: bool = False) -> Any:
