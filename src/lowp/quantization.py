@@ -8,7 +8,6 @@ Shape legend: M = rows, K = features; Mp, Kp = padded to `CONTRACTION_ALIGNMENT`
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -202,19 +201,23 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1 if K else math.prod(x.shape[:-1]), K)
 
 
-class _Ambient(threading.local):
-    """The recipe in force, the only ambient state of the library. (torch 2.11 can't guard class-level defaults.)"""
+class _Ambient:
+    """The recipe in force, the only ambient state of the library.
+
+    It holds in all threads: backward, and what it recomputes, runs in threads of its own for CUDA.
+    """
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.amax_reduction_group: Any = None
+        self.entered = False
 
 
 _AMBIENT = _Ambient()
 
 
 class autocast:  # noqa: N801  a context manager named as torch.autocast is
-    """Run lowp's operations inside under a recipe.
+    """Run lowp's operations inside under a recipe, in all threads.
 
     Args:
         enabled: False: inside, operations run in high precision.
@@ -230,15 +233,16 @@ class autocast:  # noqa: N801  a context manager named as torch.autocast is
             raise TypeError(f"autocast: recipe must be a lowp.recipe.Recipe, got {type(recipe).__name__}.")
         self.recipe = (_DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
         self.amax_reduction_group = amax_reduction_group
-        self._outer: list[tuple[Recipe | None, Any]] = []
+        self._outer: list[tuple[Recipe | None, Any, bool]] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append((_AMBIENT.recipe, _AMBIENT.amax_reduction_group))
+        self._outer.append((_AMBIENT.recipe, _AMBIENT.amax_reduction_group, _AMBIENT.entered))
         _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self.recipe, self.amax_reduction_group
+        _AMBIENT.entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self._outer.pop()
+        _AMBIENT.recipe, _AMBIENT.amax_reduction_group, _AMBIENT.entered = self._outer.pop()
 
 
 _DEFAULT_RECIPE = Float8CurrentScaling()
@@ -247,6 +251,11 @@ _DEFAULT_RECIPE = Float8CurrentScaling()
 def current_recipe() -> Recipe | None:
     """The recipe in force; None: high precision."""
     return _AMBIENT.recipe
+
+
+def autocast_is_entered() -> bool:
+    """Whether an `autocast` is entered, a disabled one included."""
+    return _AMBIENT.entered
 
 
 def current_amax_reduction_group() -> Any:

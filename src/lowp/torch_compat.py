@@ -20,6 +20,14 @@ def dispatch_is_interposed() -> bool:
     return _dispatch_modes() > 0 or _functorch_level() is not None
 
 
+_graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside a backward pass; False where torch can't tell."""
+    return _graph_task is not None and _graph_task() != -1
+
+
 current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """`torch.cuda.current_device()` where CUDA is known to be initialised, since a tensor is there."""
 

@@ -161,7 +161,6 @@ def test_parameter_and_tensor_hooks(call, device):
     assert sorted(fired) == [("0.weight", (48, 32)), ("1.bias", (48,)), ("x", (30, 32))]
 
 
-@pytest.mark.xfail(strict=True, reason="operations inside a pipeline are not called as modules")
 def test_hooks_of_an_operation_inside_fire_once(device):
     module = linear_bias(device=device, recipe=oracle.HYBRID)
     fired = []
@@ -171,11 +170,7 @@ def test_hooks_of_an_operation_inside_fire_once(device):
     assert fired == ["pre", "forward"]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="a parametrized weight gets no gradient"))
-     for name in ("none", "hybrid")],
-)  # fmt: skip
+@pytest.mark.parametrize("recipe", ["none", "hybrid"])
 def test_a_parametrized_weight_gets_gradients(recipe, device):
     """Its tensor is computed anew each time that it is looked up."""
     linear = torch.nn.utils.parametrizations.weight_norm(ops.BasicLinear(32, 48, device=device))

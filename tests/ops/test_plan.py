@@ -286,7 +286,7 @@ def test_fused_operations_write_the_same_contexts(index, monkeypatch, device):
         (group,) = with_rules(monkeypatch, rules, basic_ops, oracle.HYBRID)._groups
         parameters = [parameter for op in basic_ops for parameter in op.own_parameters()]
         call = group.prepare(x, parameters, (), oracle.HYBRID, None)
-        _, _, ctxs = run_forward(call, x, [()] * len(basic_ops))
+        _, _, ctxs = run_forward(call, x, parameters)
         written.append(ctxs)
     for fused, unfused in zip(*written, strict=True):
         contents, others = vars(fused), vars(unfused)

@@ -22,7 +22,7 @@ def batch(device, rows=30, requires_grad=True):
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("scope", ["argument", "context"])
-def test_checkpoint(scope, use_reentrant, recipe, device, request):
+def test_checkpoint(scope, use_reentrant, recipe, device):
     recipe = oracle.RECIPES[recipe]
     module = linear_bias(device=device)
     x = batch(device)
@@ -31,10 +31,6 @@ def test_checkpoint(scope, use_reentrant, recipe, device, request):
         expected = step(module, module, x)
         assert same(step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x), expected)
         return
-    same_anyway = use_reentrant and recipe == oracle.HIGH_PRECISION_BACKWARD
-    if device == "cuda" and recipe is not None and not same_anyway:
-        reason = "autograd's thread doesn't see the recipe of this one"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     with lowp.autocast(enabled=recipe is not None, recipe=recipe):  # around the backward too
         expected = step(module, module, x)
         assert same(step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x), expected)
@@ -55,19 +51,21 @@ def test_autocast_inside_a_checkpoint(recipe, use_reentrant, device):
     assert same(step(run, module, x), step(block, module, x))
 
 
-@pytest.mark.parametrize(
-    "use_reentrant",
-    [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="recomputed in high precision, silently")), False],
-)
-def test_recomputation_outside_autocast_is_never_silently_another_one(use_reentrant, device):
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_case_39_recomputation_outside_autocast_uses_the_recipe_of_its_forward(use_reentrant, device):
     module = linear_bias(device=device)
     x = batch(device)
     expected = step(module, module, x, within=lowp.autocast())
-    try:
-        results = step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x, within=lowp.autocast())
-    except RuntimeError:  # saying so is as good
-        return
+    results = step(lambda x: checkpoint(module, x, use_reentrant=use_reentrant), module, x, within=lowp.autocast())
     assert same(results, expected)
+
+
+def test_a_pipeline_that_first_runs_in_backward_needs_a_recipe(device):
+    module = linear_bias(device=device)
+    x = batch(device).requires_grad_()
+    x.register_hook(lambda grad: module(grad))
+    with pytest.raises(RuntimeError, match="needs a recipe in force"):
+        x.sum().backward()
 
 
 @pytest.mark.parametrize("recipe", ["none", "hybrid", "high_precision", "dequantized"])

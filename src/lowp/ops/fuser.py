@@ -9,13 +9,22 @@ from torch import Tensor, nn
 
 from lowp.errors import message
 from lowp.ops.op import DIRECTIONS
-from lowp.ops.pipeline import Call, Pipeline, run_forward, split_extra_inputs
+from lowp.ops.pipeline import Call, Pipeline, run_forward
 from lowp.ops.plan import Plan, candidates, make_plan
-from lowp.quantization import current_recipe
+from lowp.ops.registered import split_groups
+from lowp.quantization import autocast_is_entered, current_recipe
 from lowp.recipe import Recipe
+from lowp.torch_compat import backward_is_running
 
 if TYPE_CHECKING:
     from lowp.ops.basic_op import BasicOperation
+
+
+class _Unknown:
+    """No recipe, not even None, is known."""
+
+
+_UNKNOWN = _Unknown
 
 
 class OperationFuser:
@@ -26,9 +35,10 @@ class OperationFuser:
         self.fusions = candidates(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in basic_ops)
         self._calls: dict[Any, Call] = {}
+        self._forward_recipe: Any = _UNKNOWN
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": {}}
+        return {**self.__dict__, "_calls": {}, "_forward_recipe": _UNKNOWN}
 
     def __call__(
         self,
@@ -52,8 +62,7 @@ class OperationFuser:
             raise ValueError(
                 message("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", len(extra_inputs))
             )
-        if recipe is None:
-            recipe = current_recipe()
+        recipe = self._resolve(recipe)
         parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
         call = self.prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs)
         if not call.plan.forward:
@@ -63,6 +72,23 @@ class OperationFuser:
             return self._run(call, tensors)
         with torch.autocast(input_.device.type, enabled=False):
             return self._run(call, tensors)
+
+    def _resolve(self, recipe: Recipe | None) -> Recipe | None:
+        """The recipe of this call: the one given, else the one in force.
+
+        Where backward recomputes the pipeline and nothing is in force, that is the recipe of the forward before it.
+        """
+        if recipe is not None or torch.compiler.is_compiling():
+            return recipe or current_recipe()
+        if backward_is_running() and not autocast_is_entered():
+            if self._forward_recipe is _UNKNOWN:
+                raise RuntimeError(
+                    "OperationFuser: a pipeline that first runs inside backward needs a recipe in force, got none."
+                    " Run it under lowp.autocast (enabled=False for high precision), or give it a recipe."
+                )
+            return self._forward_recipe
+        self._forward_recipe = current_recipe()
+        return self._forward_recipe
 
     def prepare(
         self,
@@ -79,18 +105,19 @@ class OperationFuser:
             autocast_dtype = torch.get_autocast_dtype(device)
         grads = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or extra_inputs or basic_op_kwargs is not None:
-            return self._prepare(input_, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
+            return self._prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
         bundle = None if recipe is None else recipe.bundle
         facts = [(parameter.dtype, parameter.requires_grad) for parameter in parameters]
         key = (input_.dtype, input_.requires_grad, grads, autocast_dtype, bundle, *facts)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(input_, (), recipe, None, autocast_dtype, grads)
+            call = self._calls[key] = self._prepare(input_, parameters, (), recipe, None, autocast_dtype, grads)
         return call
 
     def _prepare(
         self,
         input_: Tensor,
+        parameters: list[nn.Parameter],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
@@ -98,13 +125,15 @@ class OperationFuser:
         grads: bool,
     ) -> Call:
         dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe)
+        counts = [len(op.parameter_names) for op in self.basic_ops]
+        extra_counts = [op.num_extra_inputs for op in self.basic_ops]
+        own = split_groups([grads and parameter.requires_grad for parameter in parameters], counts)
+        extra = split_groups([grads and tensor.requires_grad for tensor in extra_inputs], extra_counts)
         wanted = grads and input_.requires_grad
         input_requires_grad, requires_grad = [], []
-        extra = split_extra_inputs(self.basic_ops, extra_inputs)
-        for op, extra_input in zip(self.basic_ops, extra, strict=True):
+        for index in range(len(self.basic_ops)):
             input_requires_grad.append(wanted)
-            tensors = [*op.own_parameters(), *extra_input]
-            wanted = wanted or (grads and any(tensor.requires_grad for tensor in tensors))
+            wanted = wanted or any(own[index]) or any(extra[index])
             requires_grad.append(wanted)
         return Call(
             self.basic_ops,
@@ -114,6 +143,7 @@ class OperationFuser:
             dtypes,
             tuple(input_requires_grad),
             tuple(requires_grad),
+            tuple(own),
             [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
         )
 
@@ -143,8 +173,7 @@ class OperationFuser:
         """Run a prepared call on input, parameters and extra inputs, with autograd where gradients are wanted."""
         if call.requires_grad[-1]:
             return Pipeline.apply(tensors[0], call, *tensors[1:])
-        extra_inputs = tensors[len(tensors) - self.num_extra_inputs :]
-        output, extra_outputs, _ = run_forward(call, tensors[0], split_extra_inputs(self.basic_ops, extra_inputs))
+        output, extra_outputs, _ = run_forward(call, tensors[0], tensors[1:])
         return (output, *extra_outputs) if extra_outputs else output
 
 

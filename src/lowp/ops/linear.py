@@ -27,6 +27,7 @@ class OperationGroup(nn.Module):
         super().__init__()
         self.basic_ops: tuple[Any, ...] = basic_ops
         self._fuser = OperationFuser(basic_ops)
+        self.num_extra_inputs = self._fuser.num_extra_inputs
 
     def forward(self, input_: Tensor, *extra_inputs: Tensor) -> Any:
         """Run the operations as a pipeline of their own."""

@@ -31,6 +31,8 @@ class OperationContext:
         dtype: of the operation's input, before quantization.
         input_requires_grad: whether the input's gradient is wanted.
         requires_grad: whether the operation's backward will run.
+        parameters: of the operation, in the order of `parameter_names`, while forward runs.
+        parameters_require_grad: whether each parameter's gradient is wanted.
     """
 
     recipe: Recipe | None
@@ -38,6 +40,8 @@ class OperationContext:
     dtype: torch.dtype
     input_requires_grad: bool
     requires_grad: bool
+    parameters: tuple[Tensor, ...]
+    parameters_require_grad: tuple[bool, ...]
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class Call(NamedTuple):
         dtypes: each operation's input dtype.
         input_requires_grad: for each operation, whether its input's gradient is wanted.
         requires_grad: for each operation, whether its backward will run.
+        parameters_require_grad: for each operation and parameter, whether its gradient is wanted.
         kwargs: each operation's keyword arguments.
     """
 
@@ -36,18 +38,24 @@ class Call(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     input_requires_grad: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
+    parameters_require_grad: tuple[tuple[bool, ...], ...]
     kwargs: list[dict[str, Any]]
 
 
-def run_forward(
-    call: Call, input_: Any, extra_inputs: list[tuple[Tensor, ...]]
-) -> tuple[Any, list[Tensor], list[OperationContext]]:
+def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
     """Run the forward steps.
+
+    Args:
+        call: the call.
+        input_: the first operation's input.
+        tensors: parameters of all operations, then extra inputs of all.
 
     Returns:
         output; extra outputs of all operations; the operations' contexts, filled where a backward will run.
     """
-    ctxs = _contexts(call)
+    counts = [len(op.parameter_names) for op in call.basic_ops]
+    ctxs = _contexts(call, split_groups(tensors, counts))
+    extra_inputs = split_groups(tensors[sum(counts) :], [op.num_extra_inputs for op in call.basic_ops])
     extra_outputs: list[Tensor] = []
     fresh = False
     for op, start, stop in call.plan.forward:
@@ -70,10 +78,12 @@ def run_forward(
             extra_outputs.extend(outputs)
         if call.requires_grad[stop - 1]:
             op.forward_setup_context(ctxs[start:stop], args, aux)
+    for ctx in ctxs:
+        ctx.parameters = ()  # what backward reads is saved
     return (input_ if fresh else input_.clone()), extra_outputs, ctxs
 
 
-def _contexts(call: Call) -> list[OperationContext]:
+def _contexts(call: Call, parameters: list[tuple[Tensor, ...]]) -> list[OperationContext]:
     ctxs = []
     for index in range(len(call.basic_ops)):
         ctx = OperationContext()
@@ -82,6 +92,8 @@ def _contexts(call: Call) -> list[OperationContext]:
         ctx.dtype = call.dtypes[index]
         ctx.input_requires_grad = call.input_requires_grad[index]
         ctx.requires_grad = call.requires_grad[index]
+        ctx.parameters = parameters[index]
+        ctx.parameters_require_grad = call.parameters_require_grad[index]
         ctxs.append(ctx)
     return ctxs
 
@@ -101,9 +113,7 @@ class Pipeline(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, call: Call, *tensors: Tensor) -> Any:
         """Run the forward steps and save what backward reads."""
         ctx.set_materialize_grads(False)
-        parameters = sum(len(op.parameter_names) for op in call.basic_ops)
-        extra_inputs = split_extra_inputs(call.basic_ops, tensors[parameters:])
-        output, extra_outputs, op_ctxs = run_forward(call, input_, extra_inputs)
+        output, extra_outputs, op_ctxs = run_forward(call, input_, tensors)
         ctx.save_for_backward(*[tensor for op_ctx in op_ctxs for tensor in op_ctx.to_save])
         ctx.saved_counts = [len(op_ctx.to_save) for op_ctx in op_ctxs]
         for op_ctx in op_ctxs:
@@ -159,8 +169,3 @@ def run_backward(
             grad_parameters[index] = parameters[index - start]
             grad_inputs[index] = inputs[index - start]
     return grad, grad_parameters, grad_inputs
-
-
-def split_extra_inputs(basic_ops: tuple[Any, ...], tensors: Any) -> list[tuple[Tensor, ...]]:
-    """Extra inputs of all operations, grouped by operation."""
-    return split_groups(tensors, [op.num_extra_inputs for op in basic_ops])

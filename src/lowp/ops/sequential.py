@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowp.ops.basic_op import BasicOperation, ViewOperation
 from lowp.ops.fuser import OperationFuser
 from lowp.ops.linear import OperationGroup
-from lowp.quantization import current_recipe
+from lowp.quantization import autocast, current_recipe
 from lowp.recipe import Recipe
 
 
@@ -51,14 +51,37 @@ class Sequential(nn.Sequential):
         Raises:
             ValueError: the number of extra inputs is not what the operations take.
         """
+        groups = self._groups
+        if self._hooked():
+            if self.recipe is not None:
+                with autocast(recipe=self.recipe):
+                    return self._run(list(self._modules.values()), input, extra_inputs)
+            groups = tuple(self._modules.values())
+        return self._run(groups, input, extra_inputs)
+
+    def _hooked(self) -> bool:
+        """Whether an operation has hooks: each is then called as the module that it is, and nothing is fused."""
+        for module in self._modules.values():
+            if isinstance(module, (BasicOperation, OperationGroup)) and (
+                module._forward_pre_hooks
+                or module._forward_hooks
+                or module._backward_pre_hooks
+                or module._backward_hooks
+            ):
+                return True
+        return False
+
+    def _run(self, groups: Sequence[Any], input: Any, extra_inputs: tuple[Tensor, ...]) -> Any:
         extra_outputs: list[Tensor] = []
         at = 0
-        for group in self._groups:
-            if not isinstance(group, OperationFuser):
-                input = group(input)
-                continue
-            stop = at + group.num_extra_inputs
-            input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
+        for group in groups:
+            stop = at + getattr(group, "num_extra_inputs", 0)
+            if isinstance(group, OperationFuser):
+                input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
+            else:
+                input = group(input, *extra_inputs[at:stop])
+                if not isinstance(group, (BasicOperation, OperationGroup)):
+                    continue
             at = stop
             if isinstance(input, tuple):
                 input, *extra = input

@@ -144,7 +144,7 @@ class BasicLinear(BasicOperation):
         """Row for fprop; column for wgrad, unless the recipe overrides backward. None where ranks agree on an amax."""
         if ctx.recipe is None or self.parallel.gathers("column"):
             return None
-        wgrad = ctx.requires_grad and self.parameter("weight").requires_grad
+        wgrad = ctx.parameters_require_grad[0]
         return QuantizeRequest(
             ctx.recipe.quantizer("input"), row=True, column=wgrad and ctx.recipe.backward_override is None
         )
@@ -154,7 +154,7 @@ class BasicLinear(BasicOperation):
         if ctx.recipe is None or ctx.recipe.backward_override is not None or self.parallel.gathers("row"):
             return None
         quantizer = ctx.recipe.quantizer("grad_output")
-        return QuantizeRequest(quantizer, row=ctx.input_requires_grad, column=self.parameter("weight").requires_grad)
+        return QuantizeRequest(quantizer, row=ctx.input_requires_grad, column=ctx.parameters_require_grad[0])
 
     def pack_forward_args(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor | Quantized, **_: Any
@@ -164,7 +164,7 @@ class BasicLinear(BasicOperation):
 
     def pack_linear(self, ctx: OperationContext, input_: Tensor | Quantized, bias: Tensor | None) -> LinearForwardArgs:
         """The arguments of fprop; for fusions too."""
-        parallel, recipe, weight = self.parallel, ctx.recipe, self.parameter("weight")
+        parallel, recipe = self.parallel, ctx.recipe
         if isinstance(input_, Tensor):
             check_size("BasicLinear", "the last axis of the input", input_, self.local_in_features)
             if not input_.dtype.is_floating_point:
@@ -173,12 +173,12 @@ class BasicLinear(BasicOperation):
             ranks = group_size(parallel.group) if parallel.mode == "row" else 1
             whole = input_.row[0] if isinstance(input_, Quantized) else input_
             check_divisible_sequence("BasicLinear", whole.shape[:-1], ranks)
-        wgrad = ctx.requires_grad and weight.requires_grad
+        wgrad = ctx.parameters_require_grad[0]
         override = None if recipe is None else recipe.backward_override
         by_column = not parallel.gathers("column") or self.keep_gathered_input
         return LinearForwardArgs(
             input=input_,
-            weight=weight,
+            weight=ctx.parameters[0],
             bias=bias,
             group=parallel.group,
             parallel_mode=parallel.mode,
@@ -207,7 +207,7 @@ class BasicLinear(BasicOperation):
 
     def setup_linear(self, ctx: OperationContext, args: LinearForwardArgs, aux: tuple[Tensor, ...]) -> None:
         """Fill this operation's context; for fusions too."""
-        input_, wgrad = args.input, args.weight.requires_grad
+        input_, wgrad = args.input, ctx.parameters_require_grad[0]
         original: Tensor | None = None
         kept: Sequence[Tensor | None] = (None, None)
         statistics = aux[-1] if args.weight_quantizer is not None and ctx.input_requires_grad else None
@@ -271,7 +271,7 @@ class BasicLinear(BasicOperation):
             fast_dgrad=recipe is not None and not recipe.gemm("dgrad").use_split_accumulator,
             fast_wgrad=recipe is not None and not recipe.gemm("wgrad").use_split_accumulator,
             input_requires_grad=ctx.input_requires_grad,
-            weight_requires_grad=weight.requires_grad,
+            weight_requires_grad=ctx.parameters_require_grad[0],
             accumulate=not getattr(self.parameter("weight"), "overwrite_main_grad", False),
             placeholder_grad=self.placeholder_grad and ctx.main_grad is not None,
         )

@@ -118,8 +118,13 @@ class Bias(BasicOperation):
     ) -> BiasForwardArgs:
         """The input and the bias."""
         check_size("Bias", "the last axis of the input", input_, self.size)
-        basic_op_ctxs[0].bias_request = prev_op_grad_output_quantizer
-        return BiasForwardArgs(input_, self.parameter("bias"))
+        self.setup_bias(basic_op_ctxs[0], prev_op_grad_output_quantizer)
+        return BiasForwardArgs(input_, basic_op_ctxs[0].parameters[0])
+
+    def setup_bias(self, ctx: OperationContext, request: QuantizeRequest | None) -> None:
+        """Fill this operation's context; for fusions too."""
+        ctx.bias_dtype = ctx.parameters[0].dtype
+        ctx.bias_request = request
 
     @classmethod
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
@@ -130,12 +135,12 @@ class Bias(BasicOperation):
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
     ) -> BiasBackwardArgs:
         """The gradient, and what the operation before reads."""
-        request = basic_op_ctxs[0].bias_request
-        bias = self.parameter("bias")
+        ctx = basic_op_ctxs[0]
+        request = ctx.bias_request
         return BiasBackwardArgs(
             grad_output,
-            bias.dtype,
-            bias.requires_grad,
+            ctx.bias_dtype,
+            ctx.parameters_require_grad[0],
             None if request is None else request.quantizer,
             request is not None and request.row,
             request is not None and request.column,

@@ -28,8 +28,8 @@ class ForwardLinearBias(FusedOperation):
         """BasicLinear's arguments, with the bias."""
         linear, bias = self.basic_ops
         linear_ctx, bias_ctx = basic_op_ctxs
-        bias_ctx.bias_request = linear.grad_output_request(linear_ctx) if linear_ctx.requires_grad else None
-        return linear.pack_linear(linear_ctx, input_, bias.parameter("bias"))
+        bias.setup_bias(bias_ctx, linear.grad_output_request(linear_ctx) if linear_ctx.requires_grad else None)
+        return linear.pack_linear(linear_ctx, input_, bias_ctx.parameters[0])
 
     @classmethod
     def forward_compute(cls, args: LinearForwardArgs, *, in_custom_op: bool = False) -> Any:
