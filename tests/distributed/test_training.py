@@ -178,7 +178,7 @@ SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 FP32 = 2.0**-24
 """Half a unit in the last place of 1."""
 TENSOR_CORE = 2.0**-13
-"""What Hopper's tensor cores lose of an FP8 product-sum, relative to its largest term: DeepSeek-V3's technical report."""
+"""What Hopper's tensor cores lose of an FP8 sum, relative to its largest term. Source: DeepSeek-V3 technical report."""
 
 
 def quantized(x: Bounded, fmt: ElementFormat | None) -> Bounded:
