@@ -202,7 +202,7 @@ def test_a_missing_main_grad_is_an_error(call, device):
     x, _ = batch(device)
     for wrong, got in ((None, "None"), (torch.zeros(K, N, device=device), r"\(32, 48\)")):
         module[0].weight.main_grad = wrong
-        text = rf"accumulate_into_main_grad needs weight.main_grad, .*\(48, 32\), got {got}"
+        text = rf"accumulate_into_main_grad needs weight.main_grad .*\(48, 32\), got {got}"
         with pytest.raises(error, match=text):
             call_of(module, call)(x)
 
