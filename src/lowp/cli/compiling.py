@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,13 +25,15 @@ class Backend(NamedTuple):
     reason: str
 
 
-def pick_backend(device: torch.device, wanted: str = "auto") -> Backend:
+def pick_backend(device: torch.device, wanted: str = "auto", patience_s: float = math.inf) -> Backend:
     """Inductor where it can generate code on this machine, else aot_eager: the same graphs, run op by op.
 
     Args:
         device: where the code will run.
         wanted: "auto" tries Inductor on one addition; anything else is taken as it is.
+        patience_s: seconds that the addition may take to compile.
     """
+    started = time.perf_counter()
     if wanted != "auto":
         return Backend(wanted, "asked for")
     try:
@@ -39,6 +43,9 @@ def pick_backend(device: torch.device, wanted: str = "auto") -> Backend:
     except Exception as error:  # any failure means that there is no compiler to use
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Backend("aot_eager", f"Inductor finds no working compiler ({lines[0][:100]})")
+    seconds = time.perf_counter() - started
+    if seconds > patience_s:
+        return Backend("aot_eager", f"Inductor's compiler took {seconds:.0f} s for one addition")
     return Backend("inductor", "it found a compiler")
 
 

@@ -32,7 +32,9 @@ _MANY_VARIANTS = 64  # Dynamo gives up after 8 versions of one function, and her
 def bench(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
-    variant: Annotated[str, typer.Option(help="Variants whose name contains this, and the baseline.")] = "",
+    variant: Annotated[
+        str, typer.Option(help="Variants whose name contains one of these (a,b,...), and the baseline.")
+    ] = "",
     recipe: Annotated[list[str] | None, typer.Option(help="Only this recipe; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, once: shows that everything runs, times nothing.")] = False,
     backend: Annotated[str, typer.Option(help="Of torch.compile: auto, inductor or aot_eager.")] = "auto",

@@ -49,7 +49,7 @@ def run_module(case: ModuleCase, tokens: int, bench: Bench, only: str) -> dict[s
         case: the module.
         tokens: T.
         bench: what all measurements share.
-        only: variants whose name contains this, and the baseline.
+        only: variants whose name contains one of these, separated by commas, and the baseline.
 
     Returns:
         Facts of the case and one row for each variant, ready for JSON. A variant that fails has an `error`.
@@ -64,7 +64,8 @@ def run_module(case: ModuleCase, tokens: int, bench: Bench, only: str) -> dict[s
     del exact
     baseline = HOST_BASELINE if case.host else BASELINE
     variants = make_variants(bench.recipes, cuda=bench.device.type == "cuda")
-    variants = [variant for variant in variants if only in variant.name or variant.name == baseline]
+    wanted = only.split(",")
+    variants = [v for v in variants if v.name == baseline or any(part in v.name for part in wanted)]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     for variant in variants:

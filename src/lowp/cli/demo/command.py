@@ -18,7 +18,7 @@ from lowp.cli.compiling import forget_compiled, pick_backend
 from lowp.cli.demo.bound import Spread, load_spread, record_spread
 from lowp.cli.demo.data import Corpus, load_corpus
 from lowp.cli.demo.outcome import Row, failures, make_rows
-from lowp.cli.demo.plan import DEFAULT_BUDGET_S, size_for, steps_within
+from lowp.cli.demo.plan import DEFAULT_BUDGET_S, PATIENCE_S, size_for, steps_within
 from lowp.cli.demo.report import explain, make_table, write_curves
 from lowp.cli.demo.training import BF16, Run, Setting, Trainer
 from lowp.cli.files import write_json
@@ -70,7 +70,7 @@ def _prepare(console: Console, device: torch.device, backend: str) -> Setting:
     """Read the text, find a backend, and say what will be done."""
     size = size_for(device)
     corpus = load_corpus()
-    picked = pick_backend(device, backend)
+    picked = pick_backend(device, backend, PATIENCE_S)
     console.print(
         f"{size.layers} layers of {size.width} on {device}, {size.batch} x {size.sequence} bytes a step; "
         f"fp32 parameters, linear layers in bf16 or quantized"

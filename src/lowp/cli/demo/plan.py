@@ -19,6 +19,9 @@ LADDER = (20, 50, 100, 200, 300, 500)
 DEFAULT_BUDGET_S = 135.0
 """Seconds in all; leaves a margin below three minutes."""
 
+PATIENCE_S = 20.0
+"""Seconds that compiling one addition may take: where it takes longer, a model would take minutes."""
+
 _VALIDATION_STEPS = 1 / 3  # a forward pass is about a third of a step
 
 

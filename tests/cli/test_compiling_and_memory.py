@@ -55,6 +55,12 @@ def test_graph_breaks_are_counted():
     assert graph_breaks() == 0
 
 
+@pytest.mark.parametrize(("patience_s", "name"), [(60.0, "inductor"), (-1.0, "aot_eager")])
+def test_a_slow_compiler_means_aot_eager(monkeypatch, patience_s, name):
+    monkeypatch.setattr(torch, "compile", lambda function, backend: function)
+    assert pick_backend(CPU, "auto", patience_s).name == name
+
+
 def test_no_compiler_means_aot_eager(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("no compiler here")
