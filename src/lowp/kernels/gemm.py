@@ -225,8 +225,8 @@ def _scaled_gemm_into_launch(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumula
 
 
 def _gemm_launch(a_MC, b_NC, bias_N, dtype):
-    if a_MC.numel() > _INT32_MAX and not a_MC.is_contiguous():
-        a_MC = a_MC.contiguous()  # cuBLAS gives zeros for a transposed operand of this size (seen with CUDA 13.0)
+    if max(a_MC.numel(), b_NC.numel()) > _INT32_MAX:
+        a_MC = a_MC.contiguous()  # cuBLAS gives zeros for two transposed operands of this size (seen with CUDA 13.0)
     if a_MC.dtype == dtype:
         return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
     if dtype == torch.float32:
