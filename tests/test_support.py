@@ -6,7 +6,7 @@ import torch
 import lowp
 from lowp import support
 from lowp.cli.recipes import RECIPES
-from lowp.recipe import Recipe
+from lowp.recipe import Float8CurrentScaling
 
 
 @pytest.fixture
@@ -64,11 +64,18 @@ def test_other_devices_have_no_kernels():
     assert "meta" in found.reason
 
 
-def test_only_known_recipes():
-    class Unknown(Recipe):
-        pass
-
-    with pytest.raises(TypeError, match="known class, got Unknown"):
-        lowp.recipe_support(Unknown(), "cpu")
+def test_recipes_only():
     with pytest.raises(TypeError, match="recipe must be a lowp"):
         lowp.recipe_support("current", "cpu")
+
+
+def test_a_recipe_says_what_it_needs(gpu):
+    class Later(Float8CurrentScaling):
+        first_capability = (10, 0)
+
+    gpu((9, 0))
+    assert lowp.recipe_support(Later(), "cpu").status == "emulated"
+    assert lowp.recipe_support(Later(), "cuda") == (
+        "unavailable",
+        "capability 9.0; its tensor cores need 10.0 or newer",
+    )

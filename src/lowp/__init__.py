@@ -1,6 +1,6 @@
 """Fused transformer building blocks for PyTorch in low precision."""
 
-from lowp import ops, recipe
+from lowp import distributed, ops, recipe
 from lowp.errors import Unsupported
 from lowp.ops import compile_boundary
 from lowp.quantization import Quantized, autocast, current_recipe, quantize
@@ -14,6 +14,7 @@ __all__ = [
     "autocast",
     "compile_boundary",
     "current_recipe",
+    "distributed",
     "ops",
     "quantize",
     "recipe",

@@ -36,6 +36,9 @@ class ElementFormat(enum.Enum):
 E4M3 = ElementFormat.E4M3
 E5M2 = ElementFormat.E5M2
 
+FP8 = tuple(fmt.dtype for fmt in ElementFormat)
+"""The dtypes of quantized values."""
+
 NAN_CODE = 0x7F
 """The byte written for NaN, in both formats."""
 

@@ -1,8 +1,8 @@
-"""Quantization as users and operations call it: `quantize`, `dequantize`, and the recipe in force.
+"""Quantization as users and operations call it: `quantize`, the operand copies of GEMMs, and the recipe in force.
 
 To add a way to quantize, register its spec's class here once with `register_quantizer`.
 
-Shape legend: M = rows, K = features; Mp, Kp = padded to `CONTRACTION_ALIGNMENT`.
+Shape legend: M = rows, K = features.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class autocast:  # noqa: N801  a context manager named as torch.autocast is
     Args:
         enabled: False: inside, operations run in high precision.
         recipe: the recipe; None means `Float8CurrentScaling()`.
-        amax_reduction_group: process group over which recipes that need it agree on amax.
+        amax_reduction_group: process group over which recipes that need it agree on amax; no recipe needs it yet.
 
     Raises:
         TypeError: `recipe` is not a lowp recipe.

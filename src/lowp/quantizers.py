@@ -58,5 +58,4 @@ class Float8CurrentScalingQuantizer(Quantizer):
             "amax_epsilon must be finite and >= 0",
             got=self.amax_epsilon,
         )
-        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
         super().__post_init__()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lowp.errors import fail, require
 from lowp.formats import ElementFormat
@@ -75,9 +75,17 @@ class MMParams(Value):
 
 
 class Recipe(Value):
-    """Base of all recipes."""
+    """Base of all recipes.
+
+    A derived frozen dataclass has the fields `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad` (`MMParams`) and
+    `backward_override`, and ends its `__post_init__` with `freeze`.
+    """
+
+    first_capability: ClassVar[tuple[int, int]] = (8, 9)
+    """The first CUDA compute capability whose tensor cores take the recipe's operands: per-tensor FP8 came with Ada."""
 
     backward_override: BackwardOverride | None
+    _quantizers: dict[Role, Quantizer]
 
     def quantizer(self, role: Role) -> Quantizer:
         """The quantizer spec of a role.
@@ -112,7 +120,15 @@ class Recipe(Value):
         return f"{type(self).__name__}({changed})"
 
     def freeze(self, quantizers: dict[Role, Quantizer]) -> None:
-        """Keep the specs, so that traced code only reads them."""
+        """Check the recipe and keep its quantizers and its string, so that traced code only reads them.
+
+        Args:
+            quantizers: the spec of each role.
+
+        Raises:
+            ValueError: an unknown backward override.
+            TypeError: a field holds something that can't cross into a registered operator.
+        """
         object.__setattr__(self, "_quantizers", quantizers)
         require(
             self.backward_override in BACKWARD_OVERRIDES,
@@ -121,8 +137,6 @@ class Recipe(Value):
             got=repr(self.backward_override),
         )
         Value.__post_init__(self)
-
-    _quantizers: dict[Role, Quantizer]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,9 @@
 """Where a recipe runs: natively, emulated, or not at all.
 
-    status(recipe, device) = the first of these that holds
-        emulated     on a CPU: operands are quantized, then dequantized and multiplied in fp32
-        unavailable  the device is missing, is no NVIDIA GPU, or lacks Triton; it is older than the recipe needs
-        native       its tensor cores multiply the recipe's quantized operands
-
-To make a recipe known here, add its class to `_FIRST_CAPABILITY`.
+status(recipe, device) = the first of these that holds
+    emulated     on a CPU: operands are quantized, then dequantized and multiplied in fp32
+    unavailable  the device is missing, is no NVIDIA GPU, or lacks Triton; it is older than the recipe needs
+    native       its tensor cores multiply the recipe's quantized operands
 """
 
 from __future__ import annotations
@@ -16,14 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from lowp.errors import require
-from lowp.recipe import Float8CurrentScaling, Recipe
+from lowp.recipe import Recipe
 
 Status = Literal["native", "emulated", "unavailable"]
-
-_FIRST_CAPABILITY: dict[type[Recipe], tuple[int, int]] = {
-    Float8CurrentScaling: (8, 9),  # per-tensor FP8 tensor cores arrived with Ada; Hopper is (9, 0)
-}
-"""The first CUDA compute capability whose tensor cores take the operands of a recipe."""
 
 
 class RecipeSupport(NamedTuple):
@@ -50,15 +43,13 @@ def recipe_support(recipe: Recipe, device: torch.device | str | None = None) -> 
         status, reason.
 
     Raises:
-        TypeError: `recipe` is not a lowp recipe, or of a class that this function doesn't know.
+        TypeError: `recipe` is not a lowp recipe.
     """
     got = type(recipe).__name__
     require(
         isinstance(recipe, Recipe), "recipe_support", "recipe must be a lowp.recipe.Recipe", got=got, error=TypeError
     )
-    first = next((_FIRST_CAPABILITY[cls] for cls in type(recipe).__mro__ if cls in _FIRST_CAPABILITY), None)
-    if first is None:
-        raise TypeError(f"recipe_support: recipe must be of a known class, got {got}. Add it to _FIRST_CAPABILITY.")
+    first = recipe.first_capability
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cpu":
         return RecipeSupport("emulated", "a CPU multiplies dequantized operands in fp32")

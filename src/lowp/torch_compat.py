@@ -1,4 +1,7 @@
-"""Private torch API, all of it, each with a fallback that is slower but right."""
+"""Private Python names of torch, and what replaces them where a torch version lacks them.
+
+Operators (`torch.ops`, `torch._scaled_mm`) are called where they are used.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def constant(number: Any) -> Any:
 
 
 def process_group(name: str) -> torch.distributed.ProcessGroup:
-    """The process group of this name."""
+    """The process group of this name; there is no public way to look one up."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]

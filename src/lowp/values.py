@@ -52,7 +52,7 @@ class Value:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             kind = _NUMBERS.get(field.type)
-            if kind is not None and isinstance(value, int):
+            if kind is not None and isinstance(value, (int, kind)):
                 value = kind(value)
                 object.__setattr__(self, field.name, value)
             if field.init:

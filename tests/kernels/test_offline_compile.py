@@ -17,7 +17,7 @@ import pytest
 
 import lowp.kernels
 from lowp.formats import E4M3, E5M2
-from lowp.kernels import amax, bias_grad, cast, dequantize
+from lowp.kernels import amax, bias_grad, cast, dequantize, transpose
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -132,7 +132,13 @@ def dequantize_builds() -> Iterator[Build]:
             yield Build(dequantize._dequantize_kernel, types, {"BLOCK": dequantize._BLOCK}, 8, aligned)
 
 
-BUILDS = [*amax_builds(), *cast_builds(), *bias_grad_builds(), *dequantize_builds()]
+def transpose_builds() -> Iterator[Build]:
+    types = {"source": "*u8", "out": "*u8"} | dict.fromkeys(["M", "K", "Kp", "Mp"], "i32")
+    for aligned in ({"Kp", "Mp"}, {*types}):
+        yield Build(transpose._transpose_kernel, types, {"BLOCK": transpose.BLOCK}, 4, aligned)
+
+
+BUILDS = [*amax_builds(), *cast_builds(), *bias_grad_builds(), *dequantize_builds(), *transpose_builds()]
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)

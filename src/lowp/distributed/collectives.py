@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from lowp.formats import FP8
 
 
 class Pending:
@@ -41,11 +41,6 @@ def group_size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def group_rank(group: ProcessGroup | None) -> int:
-    """This process's place in the group; 0 without one."""
-    return 0 if group is None else group.rank()
-
-
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Pending:
     """Rows of all ranks, in rank order.
 
@@ -59,7 +54,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Pending:
     size = group_size(group)
     if size == 1 or group is None:
         return Pending(x, started=False)
-    dtype = x.dtype if x.dtype in _FP8 else None
+    dtype = x.dtype if x.dtype in FP8 else None
     sent = x.contiguous() if dtype is None else x.contiguous().view(torch.uint8)
     gathered = torch.ops._c10d_functional.all_gather_into_tensor.default(sent, size, group.group_name)
     return Pending(gathered, dtype)
@@ -83,7 +78,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, reduction: Literal["sum", "max"] = "sum") -> Pending:
-    """The sum or the maximum over all ranks, in a new tensor."""
+    """The sum or the maximum over all ranks; `x` itself where there is one."""
     if group_size(group) == 1 or group is None:
         return Pending(x, started=False)
     return Pending(torch.ops._c10d_functional.all_reduce.default(x.contiguous(), reduction, group.group_name))

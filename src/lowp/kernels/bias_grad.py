@@ -135,7 +135,7 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
 def allocate_partial(dy_MN: Tensor) -> Tensor:
     """Memory for `partial_GN`, for the rows of `dy_MN`."""
     M, N = dy_MN.shape
-    return dy_MN.new_empty((M + GROUP - 1) // GROUP, N, dtype=torch.float32)
+    return dy_MN.new_empty(cdiv(M, GROUP), N, dtype=torch.float32)
 
 
 def _bias_grad_allocate(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowp.errors import fail
 from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.registration import register
 
@@ -28,7 +29,13 @@ def dequantize_data(data: Tensor, scale: Tensor, columns: int, dtype: torch.dtyp
 
     Returns:
         x: `[..., K]` `dtype`.
+
+    Raises:
+        ValueError: `data` is not row-major, or has fewer than K columns.
     """
+    if not data.is_contiguous() or columns > data.shape[-1]:
+        rule = f"data must be row-major, with at least {columns} columns"
+        fail("dequantize_data", rule, got=(tuple(data.shape), data.stride()))
     return _dequantize(data, scale, columns, dtype)
 
 

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.errors import fail
-from lowp.formats import HIGH_PRECISION, ElementFormat
+from lowp.formats import FP8, HIGH_PRECISION
 from lowp.kernels.cast import CONTRACTION_ALIGNMENT, pad_contraction
 from lowp.registration import register
 
 _INT32_MAX = 2**31 - 1
-FP8_DTYPES = tuple(fmt.dtype for fmt in ElementFormat)
 
 
 def scaled_gemm(
@@ -43,7 +42,7 @@ def scaled_gemm(
         scale_a: fp32, one element; multiplies to dequantize `a_MC`.
         b_NC: `[N, C]` fp8, row-major.
         scale_b: fp32, one element; multiplies to dequantize `b_NC`.
-        bias_N: `[N]`, added before the result is rounded; None: no bias.
+        bias_N: `[N]`, added before the result is rounded (in `dtype`, if its own is wider); None: no bias.
         dtype: fp32 | bf16 | fp16, of the result.
         fast_accumulation: keep partial sums in the tensor core (about 14 bits) instead of adding them in fp32.
 
@@ -51,7 +50,8 @@ def scaled_gemm(
         y_MN: `[M, N]` `dtype`, row-major.
 
     Raises:
-        ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take.
+        ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take; `bias_N` has
+            another length.
     """
     _check_scaled("scaled_gemm", a_MC, b_NC, dtype)
     _check_bias("scaled_gemm", b_NC, bias_N)
@@ -93,7 +93,7 @@ def gemm(a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None = None, *, dtype: tor
     Args:
         a_MC: `[M, C]`, any strides.
         b_NC: `[N, C]`, the dtype of `a_MC`, any strides.
-        bias_N: `[N]`, added before the result is rounded; None: no bias.
+        bias_N: `[N]`, added before the result is rounded (in `dtype`, if its own is wider); None: no bias.
         dtype: dtype of the result.
 
     Returns:
@@ -132,7 +132,7 @@ def _check_shapes(op: str, a_MC: Tensor, b_NC: Tensor) -> None:
 def _check_scaled(op: str, a_MC: Tensor, b_NC: Tensor, dtype: torch.dtype) -> None:
     _check_shapes(op, a_MC, b_NC)
     for x in (a_MC, b_NC):
-        if x.dtype not in FP8_DTYPES:
+        if x.dtype not in FP8:
             fail(op, "operands must be fp8", got=x.dtype)
         if not x.is_contiguous():
             fail(op, "operands must be row-major", got=f"strides {x.stride()}", hint="Pass the transposed copy.")
@@ -153,11 +153,9 @@ def _check_out(op: str, a_MC: Tensor, b_NC: Tensor, out_MN: Tensor) -> None:
         fail(op, f"out_MN must be [{a_MC.shape[0]}, {b_NC.shape[0]}]", got=tuple(out_MN.shape))
 
 
-# ---- references: CPU kernels. torch._scaled_mm on a CPU is 1000 times slower and returns garbage for C = 0.
-
-
 def _product_ref(a_MC: Tensor, b_NC: Tensor) -> Tensor:
-    wide = torch.promote_types(a_MC.dtype, torch.float32) if a_MC.dtype not in FP8_DTYPES else torch.float32
+    """The product in fp32. torch._scaled_mm on a CPU is 1000 times slower, and returns garbage for C = 0."""
+    wide = torch.promote_types(a_MC.dtype, torch.float32) if a_MC.dtype not in FP8 else torch.float32
     return a_MC.to(wide) @ b_NC.to(wide).t()
 
 
@@ -188,14 +186,11 @@ def _store_ref(y_MN, out_MN, accumulate):
         out_MN.copy_(y_MN)
 
 
-# ---- CUDA: torch's own GEMMs.
-
-
-def _scaled_mm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
     M, N = a_MC.shape[0], b_NC.shape[0]
     if M == 0 or N == 0 or a_MC.shape[1] == 0:
         y_MN = torch.zeros(M, N, dtype=dtype, device=a_MC.device)
-        return y_MN if bias_N is None else y_MN + bias_N
+        return y_MN if bias_N is None else y_MN + bias_N.to(dtype)
     padding = pad_contraction(N) - N
     if padding:  # cuBLASLt takes multiples of 16 only
         b_NC = F.pad(b_NC.view(torch.uint8), (0, 0, 0, padding)).view(b_NC.dtype)
@@ -215,13 +210,9 @@ def _scaled_mm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
     return y_MN[:, :N].contiguous() if padding else y_MN
 
 
-def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
-    return _scaled_mm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation)
-
-
 def _scaled_gemm_into_launch(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate):
     dtype = torch.float32 if accumulate else out_MN.dtype
-    _store_ref(_scaled_mm(a_MC, scale_a, b_NC, scale_b, None, dtype, fast_accumulation), out_MN, accumulate)
+    _store_ref(_scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, None, dtype, fast_accumulation), out_MN, accumulate)
 
 
 def _gemm_launch(a_MC, b_NC, bias_N, dtype):
@@ -238,9 +229,6 @@ def _gemm_launch(a_MC, b_NC, bias_N, dtype):
 def _gemm_into_launch(a_MC, b_NC, out_MN, accumulate):
     wide = torch.promote_types(out_MN.dtype, torch.float32) if accumulate else out_MN.dtype
     _store_ref(_gemm_launch(a_MC, b_NC, None, wide), out_MN, accumulate)
-
-
-# ---- fakes and registration
 
 
 def _scaled_gemm_allocate(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):

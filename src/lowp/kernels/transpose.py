@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowp.errors import fail
-from lowp.kernels._triton import jit, tl, triton
+from lowp.kernels._triton import cdiv, jit, launch, tl
 from lowp.kernels.cast import pad_contraction
 from lowp.registration import register
 
@@ -29,10 +29,11 @@ def transpose_data(row_data: Tensor, columns: int) -> Tensor:
         column_data: `[K, Mp]`, row-major, padded with zeros.
 
     Raises:
-        ValueError: `row_data` is not 2-D and row-major.
+        ValueError: `row_data` is not 2-D and row-major, or has fewer than K columns.
     """
-    if row_data.ndim != 2 or not row_data.is_contiguous():
-        fail("transpose_data", "row_data must be 2-D and row-major", got=(tuple(row_data.shape), row_data.stride()))
+    if row_data.ndim != 2 or not row_data.is_contiguous() or columns > row_data.shape[1]:
+        rule = f"row_data must be 2-D and row-major, with at least {columns} columns"
+        fail("transpose_data", rule, got=(tuple(row_data.shape), row_data.stride()))
     return _transpose(row_data, columns)
 
 
@@ -56,8 +57,8 @@ def _transpose_launch(row_data: Tensor, columns: int) -> Tensor:
     M, Kp = row_data.shape
     K, Mp = out.shape
     if out.numel():
-        grid = (triton.cdiv(Mp, BLOCK), triton.cdiv(K, BLOCK))
-        _transpose_kernel[grid](row_data.view(torch.uint8), out.view(torch.uint8), M, K, Kp, Mp, BLOCK=BLOCK)
+        args = (row_data.view(torch.uint8), out.view(torch.uint8), M, K, Kp, Mp)
+        launch(_transpose_kernel, (cdiv(Mp, BLOCK), cdiv(K, BLOCK)), args, (BLOCK,), num_warps=4)
     return out
 
 

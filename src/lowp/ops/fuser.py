@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowp.errors import message
+from lowp.errors import fail
 from lowp.ops.op import DIRECTIONS
 from lowp.ops.pipeline import Call, Pipeline, run_forward
 from lowp.ops.plan import Plan, candidates, make_plan
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from lowp.ops.basic_op import BasicOperation
 
 
-class _Unknown:
+class _UNKNOWN:  # a class: copies and pickles of it stay the same object
     """No recipe, not even None, is known."""
-
-
-_UNKNOWN = _Unknown
 
 
 class OperationFuser:
@@ -57,11 +54,13 @@ class OperationFuser:
 
         Returns:
             The last operation's output; with extra outputs, a tuple of it and of them all.
+
+        Raises:
+            ValueError: the number of extra inputs is not what the operations take.
+            RuntimeError: the pipeline first runs inside backward, with no recipe in force.
         """
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                message("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", len(extra_inputs))
-            )
+            fail("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", got=len(extra_inputs))
         recipe = self._resolve(recipe)
         parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
         call = self.prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs)

@@ -39,7 +39,7 @@ class _Layout:
         return (*value, *flat[at:])
 
 
-_LAYOUT = (
+_LAYOUT_ATTRIBUTES = (
     "fuses", "num_extra_inputs", "num_extra_outputs", "parameter_names", "quantizes_grad_input", "quantizes_output"
 )  # fmt: skip
 """The class attributes that an operator's results depend on."""
@@ -55,9 +55,11 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
         TypeError: the compute method lacks `in_custom_op`, a field can't cross, or `GRAD_OUTPUT_FIELDS` is wrong; names
             the class.
     """
-    prefix = direction.replace("forward", "fwd").replace("backward", "bwd")
+    prefix = {"forward": "fwd", "backward": "bwd"}[direction]
     args_type = getattr(cls, f"{prefix}_args_type")
-    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake", *_LAYOUT} & set(vars(cls))
+    own = {f"{prefix}_args_type", f"{direction}_compute", f"{direction}_compute_fake", *_LAYOUT_ATTRIBUTES} & set(
+        vars(cls)
+    )
     if not own:
         return {}
     if args_type is None:
@@ -73,7 +75,7 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
             f"{args_type.__name__}: GRAD_OUTPUT_FIELDS must name one field for each output of {cls.__name__}"
             f" ({1 + sum(outputs)}), got {grads}."
         )
-    layout = _layout(cls, direction, outputs)
+    layout = _layout_of(cls, direction, outputs)
     call = register_custom_op(
         f"{cls.__name__}_{direction}",
         args_type,
@@ -85,7 +87,7 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
     return {direction: lambda args: layout.restore(call(args))}
 
 
-def _layout(cls: type[FusibleOperation], direction: str, outputs: list[int]) -> _Layout:
+def _layout_of(cls: type[FusibleOperation], direction: str, outputs: list[int]) -> _Layout:
     quantizes = cls.quantizes_output if direction == "forward" else cls.quantizes_grad_input
     first = "tensor_or_quantized" if quantizes else "tensor"
     if direction == "forward":

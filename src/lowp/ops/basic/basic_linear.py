@@ -4,7 +4,8 @@
 
 Shape legend: M = tokens, all leading axes together; N = out_features; K = in_features. Under a recipe each GEMM reads
 quantized operands, padded along its contraction axis, so that any M, N and K run. Forward keeps for wgrad the
-transposed quantized input alone; the weight is cast again in backward with the statistics of its forward.
+transposed quantized input alone, unless the recipe overrides backward or the input is gathered again; the weight is
+cast again in backward with the statistics of its forward.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class BasicLinear(BasicOperation):
         out_features: N, of the whole layer.
         device: of the parameter.
         dtype: of the parameter.
-        tensor_parallel_mode: None, "column" (out features are split) or "row" (in features are split); local shapes
-            are tabled in `lowp.distributed.shapes`.
+        tensor_parallel_mode: None, "column" (out features are split) or "row" (in features are split); the table of
+            local shapes is in `lowp.distributed.shapes`.
         tensor_parallel_group: the ranks; None: this process alone.
         sequence_parallel: tokens are split along the first axis where the layer is not: the input under "column", the
             output under "row".
@@ -46,8 +47,8 @@ class BasicLinear(BasicOperation):
             instead of gathering it again in backward: more memory, less traffic.
         accumulate_into_main_grad: backward adds the weight's gradient to `weight.main_grad` (or overwrites it where
             `weight.overwrite_main_grad` is true) instead of returning it, and `weight.grad_added_to_main_grad` is set.
-        placeholder_grad: with `accumulate_into_main_grad`, `weight.grad` becomes a tensor of undefined content instead
-            of staying None, for code that needs one.
+        placeholder_grad: with `accumulate_into_main_grad`, in eager mode, `weight.grad` becomes a tensor of undefined
+            content instead of staying None, for code that needs one.
 
     Attributes:
         weight: `[out_features, in_features]`, this rank's part of it.
@@ -78,8 +79,7 @@ class BasicLinear(BasicOperation):
         placeholder_grad: bool = False,
     ) -> None:
         super().__init__()
-        name = "BasicLinear"
-        sizes = (in_features, out_features)
+        name, sizes = "BasicLinear", (in_features, out_features)
         require(min(sizes) >= 0, name, "in_features and out_features must not be negative", got=sizes)
         require(
             tensor_parallel_mode in PARALLEL_MODES,
@@ -273,7 +273,9 @@ class BasicLinear(BasicOperation):
             input_requires_grad=ctx.input_requires_grad,
             weight_requires_grad=ctx.parameters_require_grad[0],
             accumulate=not getattr(self.parameter("weight"), "overwrite_main_grad", False),
-            placeholder_grad=self.placeholder_grad and ctx.main_grad is not None,
+            placeholder_grad=(
+                self.placeholder_grad and ctx.main_grad is not None and not torch.compiler.is_compiling()
+            ),
         )
 
     @classmethod
