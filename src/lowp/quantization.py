@@ -50,11 +50,12 @@ class Quantized(NamedTuple):
 
 
 class QuantizeRequest(NamedTuple):
-    """What a neighbouring operation wants to be handed: a spec and the copies that it reads."""
+    """What a neighbouring operation wants to be handed: a spec, the copies that it reads, and the last axis's size."""
 
     quantizer: Quantizer
     row: bool
     column: bool
+    size: int
 
 
 class _Method(NamedTuple):
@@ -229,6 +230,8 @@ class autocast:  # noqa: N801  a context manager named as torch.autocast is
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"autocast: enabled must be a bool, got {type(enabled).__name__}. Pass recipe=.")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast: recipe must be a lowp.recipe.Recipe, got {type(recipe).__name__}.")
         self.recipe = (_DEFAULT_RECIPE if recipe is None else recipe) if enabled else None

@@ -173,6 +173,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: BackwardOverride | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         require(
             self.fp8_format in (Format.HYBRID, Format.E4M3),
             "Float8CurrentScaling",
@@ -195,3 +196,15 @@ class Float8CurrentScaling(Recipe):
                 "grad_output": spec(self.fp8_format.gradients, self.fp8_quant_bwd_grad),
             }
         )
+
+
+def _check_types(recipe: Float8CurrentScaling) -> None:
+    kinds: dict[str, tuple[type, ...]] = {"use_power_2_scales": (bool,)}
+    kinds |= {f"fp8_gemm_{name}": (MMParams,) for name in GEMMS}
+    kinds |= dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), (QParams, type(None)))
+    kinds["amax_epsilon"] = (int, float)
+    for name, allowed in kinds.items():
+        value = getattr(recipe, name)
+        if not isinstance(value, allowed):
+            rule = f"{name} must be {' or '.join(kind.__name__ for kind in allowed)}"
+            fail("Float8CurrentScaling", rule, got=repr(value), error=TypeError)

@@ -97,6 +97,8 @@ class ViewOperation(BasicOperation):
     operations it takes part in their pipeline, traced inline.
     """
 
+    is_view = True
+
     def view(self, input_: Tensor) -> Tensor:
         """The view."""
         raise NotImplementedError

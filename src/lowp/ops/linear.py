@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from lowp.distributed.shapes import ParallelMode
 from lowp.distributed.sharding import Sharding, init_sharded_
+from lowp.errors import fail
 from lowp.ops.basic.basic_linear import BasicLinear
 from lowp.ops.basic.bias import Bias
 from lowp.ops.basic_op import BasicOperation, mark_partial_gradients
@@ -117,10 +118,27 @@ class Linear(OperationGroup):
             tensor_parallel_group=tensor_parallel_group if tensor_parallel_mode == "column" else None,
             sequence_parallel=sequence_parallel and tensor_parallel_mode == "row",
         )
+        add.promotes = False  # the layer's output has the product's dtype, as nn.Linear's has
         super().__init__((linear, add))
         linear.bind(self, weight="weight")
         add.bind(self, bias="bias")
         self._reset_bias()
+
+    @property
+    def in_features(self) -> int:
+        """K, of the whole layer."""
+        return self.basic_ops[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """N, of the whole layer."""
+        return self.basic_ops[0].out_features
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "bias" and "_fuser" in self.__dict__ and (value is None) != (len(self.basic_ops) == 1):
+            hint = "Build another layer, with bias=True or bias=False."
+            fail("Linear", "a bias can be neither added nor removed", got=type(value).__name__, hint=hint)
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """As nn.Linear; the same function of the seed on any number of ranks."""

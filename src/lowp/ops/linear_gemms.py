@@ -119,7 +119,8 @@ def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
     """
     dy = args.grad_output
     if isinstance(dy, Quantized):
-        return lambda: dy
+        flat = dy if dy.row_data is None else dy._replace(row_data=as_matrix(dy.row_data))
+        return lambda: flat
     dy_MN = as_matrix(dy).to(args.dtype)
     group = args.parallel.group if args.parallel.gathers("row") else None
     spec = args.grad_output_quantizer

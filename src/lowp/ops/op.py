@@ -77,6 +77,7 @@ class FusibleOperation(nn.Module):
             output and of each extra output, in this order; each of them may be None.
         grad_input_is_grad_output: backward passes the gradient through where `backward_compute` gives none.
         output_is_input: forward passes the input through where `forward_compute` gives none.
+        is_view: the output is a view of the input.
         parameter_names: the parameters, in the order of their gradients.
         num_extra_inputs, num_extra_outputs: tensors besides input and output.
         quantizes_output, quantizes_grad_input: the result may be `Quantized`.
@@ -86,6 +87,7 @@ class FusibleOperation(nn.Module):
     bwd_args_type: ClassVar[type | None] = None
     grad_input_is_grad_output: ClassVar[bool] = False
     output_is_input: ClassVar[bool] = False
+    is_view: ClassVar[bool] = False
     parameter_names: ClassVar[tuple[str, ...]] = ()
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0

@@ -80,7 +80,11 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
             op.forward_setup_context(ctxs[start:stop], args, aux)
     for ctx in ctxs:
         ctx.parameters = ()  # what backward reads is saved
-    return (input_ if fresh else input_.clone()), extra_outputs, ctxs
+    if not fresh:
+        input_ = input_.clone()
+    elif call.plan.forward[-1].op.is_view:  # a Function's output that is a view can't be changed in place
+        input_ = torch.ops.aten._unsafe_view.default(input_, list(input_.shape))
+    return input_, extra_outputs, ctxs
 
 
 def _contexts(call: Call, parameters: list[tuple[Tensor, ...]]) -> list[OperationContext]:

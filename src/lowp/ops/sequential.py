@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Sequential(nn.Sequential):
     Args:
         *args: operations and modules, or one OrderedDict of them, as nn.Sequential takes. A plain nn.Module runs as it
             is and splits the operations around it into groups.
-        recipe: the recipe of the operations inside, instead of the one in force.
+        recipe: the recipe of what is inside, plain modules and inner pipelines included, instead of the one in force.
 
     The list methods of nn.Sequential work. `print(sequential.plan)` shows what runs fused.
     """
@@ -36,7 +37,8 @@ class Sequential(nn.Sequential):
 
     def _regroup(self) -> None:
         """Split the modules into groups; done whenever the list changes, never in `forward`, which is traced."""
-        self._groups = tuple(_group(list(self._modules.values())))
+        self._members = tuple(self._modules.values())
+        self._groups = tuple(_group(list(self._members)))
 
     def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
         """Run all modules in order.
@@ -51,22 +53,20 @@ class Sequential(nn.Sequential):
         Raises:
             ValueError: the number of extra inputs is not what the operations take.
         """
-        groups = self._groups
-        if self._hooked():
-            if self.recipe is not None:
-                with autocast(recipe=self.recipe):
-                    return self._run(list(self._modules.values()), input, extra_inputs)
-            groups = tuple(self._modules.values())
-        return self._run(groups, input, extra_inputs)
+        members = tuple(self._modules.values())
+        if not torch.compiler.is_compiling() and members != self._members:  # some tools write into `_modules`
+            self._regroup()
+        return self._run(members if self._hooked() else self._groups, input, extra_inputs)
 
     def _hooked(self) -> bool:
-        """Whether an operation has hooks: each is then called as the module that it is, and nothing is fused."""
+        """Whether an operation has hooks or a forward of its own: each is then called as a module, nothing is fused."""
         for module in self._modules.values():
             if isinstance(module, (BasicOperation, OperationGroup)) and (
                 module._forward_pre_hooks
                 or module._forward_hooks
                 or module._backward_pre_hooks
                 or module._backward_hooks
+                or "forward" in module.__dict__
             ):
                 return True
         return False
@@ -79,7 +79,8 @@ class Sequential(nn.Sequential):
             if isinstance(group, OperationFuser):
                 input = group(input, *extra_inputs[at:stop], recipe=self.recipe)
             else:
-                input = group(input, *extra_inputs[at:stop])
+                with autocast(recipe=self.recipe) if self.recipe is not None else nullcontext():
+                    input = group(input, *extra_inputs[at:stop])
                 if not isinstance(group, (BasicOperation, OperationGroup)):
                     continue
             at = stop
@@ -128,6 +129,11 @@ class Sequential(nn.Sequential):
         return "\n".join(lines)
 
 
+def _is_planned(module: nn.Module) -> bool:
+    """Whether a module is an operation that runs as planned: one with a forward of its own is called."""
+    return type(module).forward in (BasicOperation.forward, ViewOperation.forward)
+
+
 def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
     groups: list[OperationFuser | nn.Module] = []
     run: list[BasicOperation] = []
@@ -142,7 +148,11 @@ def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
         run.clear()
 
     for module in _flat(modules):
-        if isinstance(module, BasicOperation) and (run or not isinstance(module, ViewOperation)):
+        if (
+            isinstance(module, BasicOperation)
+            and _is_planned(module)
+            and (run or not isinstance(module, ViewOperation))
+        ):
             run.append(module)
         else:
             close()
@@ -154,7 +164,7 @@ def _group(modules: list[nn.Module]) -> list[OperationFuser | nn.Module]:
 def _flat(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Modules, with groups of operations opened up, to be planned together with their neighbours."""
     for module in modules:
-        if isinstance(module, OperationGroup):
+        if isinstance(module, OperationGroup) and type(module).forward is OperationGroup.forward:
             yield from module.basic_ops
         else:
             yield module

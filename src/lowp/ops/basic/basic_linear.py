@@ -145,16 +145,16 @@ class BasicLinear(BasicOperation):
         if ctx.recipe is None or self.parallel.gathers("column"):
             return None
         wgrad = ctx.parameters_require_grad[0]
-        return QuantizeRequest(
-            ctx.recipe.quantizer("input"), row=True, column=wgrad and ctx.recipe.backward_override is None
-        )
+        column = wgrad and ctx.recipe.backward_override is None
+        return QuantizeRequest(ctx.recipe.quantizer("input"), True, column, self.local_in_features)
 
     def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
         """Row for dgrad, column for wgrad, unless the recipe overrides backward or ranks agree on an amax."""
         if ctx.recipe is None or ctx.recipe.backward_override is not None or self.parallel.gathers("row"):
             return None
         quantizer = ctx.recipe.quantizer("grad_output")
-        return QuantizeRequest(quantizer, row=ctx.input_requires_grad, column=ctx.parameters_require_grad[0])
+        column = ctx.parameters_require_grad[0]
+        return QuantizeRequest(quantizer, ctx.input_requires_grad, column, self.local_out_features)
 
     def pack_forward_args(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor | Quantized, **_: Any
@@ -272,7 +272,7 @@ class BasicLinear(BasicOperation):
             fast_wgrad=recipe is not None and not recipe.gemm("wgrad").use_split_accumulator,
             input_requires_grad=ctx.input_requires_grad,
             weight_requires_grad=ctx.parameters_require_grad[0],
-            accumulate=not getattr(self.parameter("weight"), "overwrite_main_grad", False),
+            accumulate=ctx.main_grad is None or not getattr(self.parameter("weight"), "overwrite_main_grad", False),
             placeholder_grad=(
                 self.placeholder_grad and ctx.main_grad is not None and not torch.compiler.is_compiling()
             ),

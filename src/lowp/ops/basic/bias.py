@@ -19,6 +19,7 @@ from lowp.distributed.groups import GroupHandle
 from lowp.distributed.shapes import local_size
 from lowp.distributed.sharding import Sharding
 from lowp.errors import require
+from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
 from lowp.ops.basic_op import BasicOperation, check_size, mark_partial_gradients
 from lowp.ops.op import BackwardContext, OperationContext
@@ -32,6 +33,7 @@ class BiasForwardArgs:
 
     input: Tensor
     bias: Tensor
+    promotes: bool = True
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Bias(BasicOperation):
     Attributes:
         bias: `[N]`, this rank's part of it.
 
-    The output's dtype is torch's promotion of the input's and the bias's.
+    The output's dtype is torch's promotion of the input's and the bias's, or the input's where `promotes` is False.
     """
 
     fwd_args_type = BiasForwardArgs
@@ -81,6 +83,7 @@ class Bias(BasicOperation):
     ) -> None:
         super().__init__()
         require(size >= 0, "Bias", "size must not be negative", got=size)
+        self.promotes = True
         self._group = GroupHandle(tensor_parallel_group)
         self.size = local_size("Bias", "size", size, tensor_parallel_group)
         self.bias = nn.Parameter(torch.empty(self.size, device=device, dtype=dtype))
@@ -106,6 +109,8 @@ class Bias(BasicOperation):
 
     def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
         """As torch promotes the input's and the bias's."""
+        if not self.promotes:
+            return input_dtype
         return torch.promote_types(input_dtype, self.parameter("bias").dtype)
 
     def pack_forward_args(
@@ -119,7 +124,7 @@ class Bias(BasicOperation):
         """The input and the bias."""
         check_size("Bias", "the last axis of the input", input_, self.size)
         self.setup_bias(basic_op_ctxs[0], prev_op_grad_output_quantizer)
-        return BiasForwardArgs(input_, basic_op_ctxs[0].parameters[0])
+        return BiasForwardArgs(input_, basic_op_ctxs[0].parameters[0], self.promotes)
 
     def setup_bias(self, ctx: OperationContext, request: QuantizeRequest | None) -> None:
         """Fill this operation's context; for fusions too."""
@@ -129,7 +134,8 @@ class Bias(BasicOperation):
     @classmethod
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
         """The sum."""
-        return args.input + args.bias, ((),), ()
+        bias = args.bias if args.promotes else args.bias.to(args.input.dtype)
+        return args.input + bias, ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
@@ -157,6 +163,8 @@ class Bias(BasicOperation):
             grad_input, grad_bias = cast_operand_bias_grad(
                 dy_MN, statistics, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype
             )
-        elif args.bias_requires_grad:
+        elif args.bias_requires_grad and dy_MN.dtype in HIGH_PRECISION and args.bias_dtype in HIGH_PRECISION:
             grad_bias = bias_grad(dy_MN, dtype=args.bias_dtype)
+        elif args.bias_requires_grad:  # fp64
+            grad_bias = dy_MN.sum(0).to(args.bias_dtype)
         return grad_input, ((grad_bias,),), ((),)

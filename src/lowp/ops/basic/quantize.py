@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowp.ops.basic_op import BasicOperation
+from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.linear_gemms import with_leading
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, dequantize_rows, quantize_operand
@@ -32,6 +32,7 @@ class QuantizeArgs:
 def _pack(value: Tensor, quantizer: Quantizer | None, request: QuantizeRequest | None) -> QuantizeArgs:
     if request is None or request.quantizer != quantizer:
         return QuantizeArgs(value, quantizer, row=False, column=False)
+    check_size("Quantize", "the last axis of what the next operation reads", value, request.size)
     return QuantizeArgs(value, quantizer, request.row, request.column)
 
 

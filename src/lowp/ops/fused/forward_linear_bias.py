@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowp.distributed.collectives import group_size
@@ -52,7 +51,7 @@ def _condition(window: Window) -> str | None:
     if linear.local_out_features != bias.size:
         return f"the bias has {bias.size} elements for {linear.local_out_features} features"
     dtype = linear.output_dtype(window.dtype, window.autocast_dtype)
-    if torch.promote_types(dtype, bias.parameter("bias").dtype) != dtype:
+    if bias.output_dtype(dtype, window.autocast_dtype) != dtype:
         return f"the sum of {dtype} and a bias of {bias.parameter('bias').dtype} has another dtype than the product"
     return None
 
