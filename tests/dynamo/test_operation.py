@@ -458,7 +458,7 @@ def test_a_fusion_forwards_it(flag, monkeypatch):
 
     monkeypatch.setattr(lowp.ops.BasicLinear, "forward_compute", forward_compute)
     x = torch.ones(2, 2)
-    args = LinearForwardArgs(x, x, None, torch.float32, None, None, False, False, False)
+    args = LinearForwardArgs(x, x, None, None, None, False, torch.float32, None, None, False, False, False)
     ForwardLinearBias.forward_compute(args, in_custom_op=flag)
     assert seen == [flag]
 
