@@ -12,7 +12,34 @@ from lowp.ops.op import FusibleOperation
 from lowp.recipe import Recipe
 
 
-class BasicOperation(FusibleOperation):
+class PartialGradients(nn.Module):
+    """A module that marks the parameters of whose gradient each rank computes a part: `sequence_parallel = True`.
+
+    torch drops a parameter's attributes when it copies one (deepcopy) or replaces one (`to_empty`): they are set again.
+    """
+
+    def partial_gradients(self) -> tuple[str, ...]:
+        """The names of these parameters."""
+        return ()
+
+    def mark_partial_gradients(self) -> None:
+        """Set the mark."""
+        for name in self.partial_gradients():
+            parameter: Any = self._parameters.get(name)
+            if parameter is not None:
+                parameter.sequence_parallel = True
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        self.mark_partial_gradients()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_partial_gradients()
+
+
+class BasicOperation(PartialGradients, FusibleOperation):
     """An operation that owns its parameters and runs alone as well."""
 
     def __init__(self) -> None:
@@ -50,19 +77,6 @@ class BasicOperation(FusibleOperation):
         """How each sharded parameter is split."""
         return {}
 
-    def partial_gradients(self) -> tuple[str, ...]:
-        """The parameters of whose gradient each rank computes a part."""
-        return ()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> BasicOperation:
-        super()._apply(*args, **kwargs)
-        mark_partial_gradients(self)
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        mark_partial_gradients(self)
-
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of `parameter_names`."""
         return [self.parameter(name) for name in self.parameter_names]
@@ -77,17 +91,6 @@ class BasicOperation(FusibleOperation):
     def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone, as a pipeline of one."""
         return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
-
-
-def mark_partial_gradients(module: Any) -> None:
-    """Set `sequence_parallel` on the parameters that `module.partial_gradients()` names.
-
-    torch drops a parameter's attributes when it copies one (deepcopy) or replaces one (`to_empty`).
-    """
-    for name in module.partial_gradients():
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            parameter.sequence_parallel = True
 
 
 class ViewOperation(BasicOperation):

@@ -14,11 +14,11 @@ from lowp.distributed.sharding import Sharding, init_sharded_
 from lowp.errors import fail
 from lowp.ops.basic.basic_linear import BasicLinear
 from lowp.ops.basic.bias import Bias
-from lowp.ops.basic_op import BasicOperation, mark_partial_gradients
+from lowp.ops.basic_op import BasicOperation, PartialGradients
 from lowp.ops.fuser import OperationFuser
 
 
-class OperationGroup(nn.Module):
+class OperationGroup(PartialGradients):
     """A module made of basic operations, which `Sequential` plans together with its neighbours.
 
     It owns their parameters; the operations look them up here.
@@ -41,15 +41,6 @@ class OperationGroup(nn.Module):
     def partial_gradients(self) -> tuple[str, ...]:
         """The parameters of whose gradient each rank computes a part."""
         return tuple(op.owner_name(name) for op in self.basic_ops for name in op.partial_gradients())
-
-    def _apply(self, *args: Any, **kwargs: Any) -> OperationGroup:
-        super()._apply(*args, **kwargs)
-        mark_partial_gradients(self)
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        mark_partial_gradients(self)
 
     def reset_parameters(self) -> None:
         """Every operation's own initialisation."""

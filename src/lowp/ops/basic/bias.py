@@ -21,7 +21,7 @@ from lowp.distributed.sharding import Sharding
 from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
-from lowp.ops.basic_op import BasicOperation, check_size, mark_partial_gradients
+from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
 from lowp.quantizers import Quantizer
@@ -88,7 +88,7 @@ class Bias(BasicOperation):
         self.size = local_size("Bias", "size", size, tensor_parallel_group)
         self.bias = nn.Parameter(torch.empty(self.size, device=device, dtype=dtype))
         self.sequence_parallel = sequence_parallel
-        mark_partial_gradients(self)
+        self.mark_partial_gradients()
         self.reset_parameters()
 
     def shardings(self) -> dict[str, Sharding]:
