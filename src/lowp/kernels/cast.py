@@ -122,7 +122,7 @@ def _cast_ref(
         if data is not None:
             padded = data.view(torch.uint8)
             padded[:, : codes.shape[1]] = codes
-            padded[:, codes.shape[1] :] = 0
+            padded[:, codes.shape[1] :].zero_()
     return row_data, column_data, scale.fill_(1.0).div_(multiplier)
 
 

@@ -25,7 +25,7 @@ def multiplier_ref(amax_P: Tensor, spec: Float8CurrentScalingQuantizer) -> Tenso
     """The multiplier, 0-d; full_like, because torch takes number / tensor as number * reciprocal."""
     amax = amax_P.max().clamp(min=spec.amax_epsilon)
     multiplier = torch.full_like(amax, spec.fmt.max) / amax
-    multiplier = torch.where(amax == 0, 1.0, multiplier).clamp(max=torch.finfo(torch.float32).max)
+    multiplier = multiplier.masked_fill(amax == 0, 1.0).clamp(max=torch.finfo(torch.float32).max)
     if spec.power_2_scale:
         multiplier = (multiplier.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
     return multiplier
@@ -35,9 +35,9 @@ def encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
     """The codes of `x * multiplier`, as uint8."""
     scaled = x.float() * multiplier
     codes = scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-    codes = torch.where(x.isnan(), NAN_CODE, codes)
+    codes = codes.masked_fill(x.isnan(), NAN_CODE)
     if fmt.inf_code is None:
-        return torch.where(x.isinf(), NAN_CODE, codes)
+        return codes.masked_fill(x.isinf(), NAN_CODE)
     return torch.where(x.isinf(), fmt.inf_code | x.signbit().to(torch.uint8) << 7, codes)
 
 

@@ -40,13 +40,24 @@ class PartialGradients(nn.Module):
 
 
 class BasicOperation(PartialGradients, FusibleOperation):
-    """An operation that owns its parameters and runs alone as well."""
+    """An operation that owns its parameters and runs alone as well.
+
+    Attributes:
+        revision: grows whenever another attribute is set; what was decided before no longer holds then.
+    """
+
+    revision = 0
 
     def __init__(self) -> None:
         super().__init__()
         self._alone = OperationFuser((self,))
         self._owner: tuple[nn.Module] | None = None
         self._names: dict[str, str] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "training" and not isinstance(value, nn.Parameter):  # these two are looked at in each call
+            self.__dict__["revision"] = self.revision + 1
 
     def bind(self, owner: nn.Module, **names: str) -> None:
         """Hand the parameters over to a facade, which has them under names of its own.

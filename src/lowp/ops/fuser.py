@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lowp.errors import fail
 from lowp.ops.op import DIRECTIONS
-from lowp.ops.pipeline import Call, Pipeline, run_forward
+from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
+from lowp.ops.replay import Replays
 from lowp.quantization import autocast_is_entered, current_recipe
 from lowp.recipe import Recipe
 from lowp.torch_compat import backward_is_running
@@ -32,6 +33,7 @@ class OperationFuser:
         self.fusions = candidates(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in basic_ops)
         self._calls: dict[Any, Call] = {}
+        self._revisions: list[int] = []
         self._forward_recipe: Any = _UNKNOWN
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,14 +105,18 @@ class OperationFuser:
         if device != "meta" and torch.is_autocast_enabled(device):
             autocast_dtype = torch.get_autocast_dtype(device)
         grads = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or extra_inputs or basic_op_kwargs is not None:
+        if torch.compiler.is_compiling() or basic_op_kwargs is not None:
             return self._prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
+        revisions = [op.revision for op in self.basic_ops]
+        if revisions != self._revisions:  # someone set an attribute of an operation
+            self._calls, self._revisions = {}, revisions
         bundle = None if recipe is None else recipe.bundle
-        facts = [(parameter.dtype, parameter.requires_grad) for parameter in parameters]
-        key = (input_.dtype, input_.requires_grad, grads, autocast_dtype, bundle, *facts)
+        facts = [(tensor.dtype, tensor.requires_grad) for tensor in (input_, *parameters, *extra_inputs)]
+        key = (grads, autocast_dtype, bundle, *facts, *[op.training for op in self.basic_ops])
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(input_, parameters, (), recipe, None, autocast_dtype, grads)
+            call = self._prepare(input_, parameters, extra_inputs, recipe, None, autocast_dtype, grads)
+            self._calls[key] = call
         return call
 
     def _prepare(
@@ -144,6 +150,7 @@ class OperationFuser:
             tuple(requires_grad),
             tuple(own),
             [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
+            (Replays(), Replays()) if basic_op_kwargs is None and _can_be_replayed(plan) else None,
         )
 
     def plan(
@@ -172,7 +179,7 @@ class OperationFuser:
         """Run a prepared call on input, parameters and extra inputs, with autograd where gradients are wanted."""
         if call.requires_grad[-1]:
             return Pipeline.apply(tensors[0], call, *tensors[1:])
-        output, extra_outputs, _ = run_forward(call, tensors[0], tensors[1:])
+        (output, extra_outputs, _), *_ = forward(call, tensors[0], tensors[1:])
         return (output, *extra_outputs) if extra_outputs else output
 
 
@@ -185,6 +192,13 @@ def _without_repetitions(tensors: list[Tensor]) -> list[Tensor]:
             seen = seen or tensor is other
         distinct.append(tensor.view_as(tensor) if seen else tensor)
     return distinct
+
+
+def _can_be_replayed(plan: Plan) -> bool:
+    """Whether the classes of all steps say so themselves: what a subclass adds may change more than tensors."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(vars(type(step.op)).get("replays", False) for step in (*plan.forward, *plan.backward))
 
 
 def _unsupported_reason(plan: Plan) -> str | None:

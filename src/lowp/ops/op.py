@@ -81,6 +81,8 @@ class FusibleOperation(nn.Module):
         parameter_names: the parameters, in the order of their gradients.
         num_extra_inputs, num_extra_outputs: tensors besides input and output.
         quantizes_output, quantizes_grad_input: the result may be `Quantized`.
+        replays: both passes depend on their tensors' layouts and the operation's attributes only, and change nothing
+            but what they are given: eager mode may replay them (see `lowp.ops.replay`). Not inherited.
     """
 
     fwd_args_type: ClassVar[type | None] = None
@@ -93,6 +95,7 @@ class FusibleOperation(nn.Module):
     num_extra_outputs: ClassVar[int] = 0
     quantizes_output: ClassVar[bool] = False
     quantizes_grad_input: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
 
     registered: ClassVar[dict[str, Callable[[Any], Any] | None]] = {}
     """The functions that call the registered operators, by direction; None or absent: traced inline."""

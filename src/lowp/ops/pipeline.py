@@ -13,6 +13,7 @@ from lowp.ops.boundary import compile_boundary_is_operation
 from lowp.ops.op import BackwardContext, Direction, FusibleOperation, OperationContext
 from lowp.ops.plan import Plan
 from lowp.ops.registered import split_groups
+from lowp.ops.replay import Replays, layouts
 from lowp.recipe import Recipe
 
 
@@ -29,6 +30,7 @@ class Call(NamedTuple):
         requires_grad: for each operation, whether its backward will run.
         parameters_require_grad: for each operation and parameter, whether its gradient is wanted.
         kwargs: each operation's keyword arguments.
+        replays: what is known of the two passes, forward first; None: they are not replayed.
     """
 
     basic_ops: tuple[Any, ...]
@@ -40,6 +42,33 @@ class Call(NamedTuple):
     requires_grad: tuple[bool, ...]
     parameters_require_grad: tuple[tuple[bool, ...], ...]
     kwargs: list[dict[str, Any]]
+    replays: tuple[Replays, Replays] | None
+
+
+def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[OperationContext], Any]:
+    """Run the forward pass, replayed where that can be.
+
+    Args:
+        call: the call.
+        input_: the first operation's input.
+        tensors: parameters of all operations, then extra inputs of all.
+
+    Returns:
+        output, extra outputs of all operations, what each operation saves; the operations' contexts, without tensors;
+        the key under which backward may be replayed, or None.
+    """
+
+    def run() -> tuple[Any, list[OperationContext]]:
+        output, extra_outputs, ctxs = run_forward(call, input_, tensors)
+        saved = tuple([ctx.to_save for ctx in ctxs])
+        for ctx in ctxs:
+            ctx.to_save = ()
+        return (output, tuple(extra_outputs), saved), ctxs
+
+    if call.replays is None:
+        return *run(), None
+    key = layouts((input_, *tensors))
+    return *call.replays[0].run(run, (input_, *tensors), key), key
 
 
 def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
@@ -117,12 +146,9 @@ class Pipeline(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, call: Call, *tensors: Tensor) -> Any:
         """Run the forward steps and save what backward reads."""
         ctx.set_materialize_grads(False)
-        output, extra_outputs, op_ctxs = run_forward(call, input_, tensors)
-        ctx.save_for_backward(*[tensor for op_ctx in op_ctxs for tensor in op_ctx.to_save])
-        ctx.saved_counts = [len(op_ctx.to_save) for op_ctx in op_ctxs]
-        for op_ctx in op_ctxs:
-            op_ctx.to_save = ()
-        ctx.op_ctxs = op_ctxs
+        (output, extra_outputs, saved), ctx.op_ctxs, ctx.key = forward(call, input_, tensors)
+        ctx.save_for_backward(*[tensor for group in saved for tensor in group])
+        ctx.saved_counts = [len(group) for group in saved]
         ctx.call = call
         return (output, *extra_outputs) if extra_outputs else output
 
@@ -132,14 +158,20 @@ class Pipeline(torch.autograd.Function):
         """Run the backward steps."""
         call: Call = ctx.call
         saved = ctx.saved_tensors
-        op_ctxs = []
-        at = 0
-        for op_ctx, count in zip(ctx.op_ctxs, ctx.saved_counts, strict=True):
-            op_ctxs.append(BackwardContext(op_ctx, saved[at : at + count]))
-            at += count
-        grad_extra = split_groups(grad_extra_outputs, [op.num_extra_outputs for op in call.basic_ops])
-        grad_input, grad_parameters, grad_inputs = run_backward(call, op_ctxs, grad_output, grad_extra)
-        return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group])
+        op_ctxs, counts = ctx.op_ctxs, ctx.saved_counts
+
+        def run() -> tuple[Any, tuple[()]]:
+            grad_extra = split_groups(grad_extra_outputs, [op.num_extra_outputs for op in call.basic_ops])
+            groups = zip(op_ctxs, split_groups(saved, counts), strict=True)
+            ctxs = [BackwardContext(op_ctx, group) for op_ctx, group in groups]
+            grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad_output, grad_extra)
+            return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group]), ()
+
+        if ctx.key is None:
+            return run()[0]
+        tensors = (grad_output, *grad_extra_outputs, *saved)
+        key = layouts(tensors)
+        return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
 
 
 def run_backward(

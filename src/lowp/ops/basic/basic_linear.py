@@ -63,6 +63,7 @@ class BasicLinear(BasicOperation):
     fwd_args_type = LinearForwardArgs
     bwd_args_type = LinearBackwardArgs
     parameter_names = ("weight",)
+    replays = True
 
     def __init__(
         self,

@@ -71,6 +71,7 @@ class Bias(BasicOperation):
     grad_input_is_grad_output = True
     quantizes_grad_input = True
     parameter_names = ("bias",)
+    replays = True
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class Quantize(BasicOperation):
     output_is_input = True
     quantizes_output = True
     quantizes_grad_input = True
+    replays = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()

@@ -33,6 +33,8 @@ class _View(ViewOperation):
 class Identity(_View):
     """`y = x`."""
 
+    replays = True
+
     def bypassed(self, recipe: Recipe | None) -> bool:
         """Always."""
         return True
@@ -48,6 +50,8 @@ class Reshape(_View):
     Args:
         shape: sizes of the output; one of them may be -1.
     """
+
+    replays = True
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ class ForwardLinearBias(FusedOperation):
 
     fuses = (BasicLinear, Bias)
     fwd_args_type = LinearForwardArgs
+    replays = True
 
     def pack_forward_args(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor | Quantized, **_: Any

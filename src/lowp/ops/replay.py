@@ -1,0 +1,88 @@
+"""Replays the passes of a prepared call that have run before on tensors of the same layouts.
+
+The first run of a pass on some layouts is an ordinary one, the second is recorded, later ones replay what was recorded
+(see `lowp.tape`): they launch the same kernels on the same arguments, without the host work that led to them.
+Only eager mode replays, and only operations whose class says `replays = True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.tape import Program, Tape
+from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
+
+_PLAIN = (Tensor, nn.Parameter)
+_MOST = 64
+"""Layouts that are remembered at most: where sizes keep changing, recording would never pay."""
+
+
+class Replays:
+    """What is known of one pass: by the layouts of its tensors, a program and whatever else the pass gave."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Program | None, Any] | None] = {}
+
+    def run(
+        self, function: Callable[[], tuple[Any, Any]], tensors: Sequence[Tensor | None], key: Any
+    ) -> tuple[Any, Any]:
+        """The results of `function()`.
+
+        Args:
+            function: the pass; gives nested tuples of tensors, and the operations' contexts.
+            tensors: all that it reads.
+            key: all that results depend on besides the tensors' values: `layouts(tensors)`, for backward those of the
+                forward pass too; None: the pass isn't replayed.
+        """
+        if key is None:
+            return function()
+        known = self._known.get(key, _NEW)
+        if known is _NEW:
+            if len(self._known) < _MOST:
+                self._known[key] = None
+            return function()
+        if known is None:
+            return self._record(key, function, tensors)
+        program, rest = known
+        return function() if program is None else (program(tensors), rest)
+
+    def _record(self, key: Any, function: Callable[[], tuple[Any, Any]], tensors: Sequence[Tensor | None]) -> Any:
+        tape = Tape(tensors)
+        with tape:
+            results, rest = function()
+        program = None if _holds_tensors(rest) else tape.program(results)
+        self._known[key] = program, None if program is None else rest
+        return results, rest
+
+
+_NEW: Any = object()
+
+
+def layouts(tensors: Sequence[Tensor | None]) -> Any:
+    """All of these tensors that a program depends on; None: on these it can't be replayed."""
+    if dispatch_is_interposed():
+        return None
+    key: list[Any] = []
+    seen = set()
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+            continue
+        if type(tensor) not in _PLAIN or id(tensor) in seen:
+            return None
+        seen.add(id(tensor))
+        key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if device.type == "cuda" and device.index != current_cuda_device():
+        return None
+    key.append(device)
+    return tuple(key)
+
+
+def _holds_tensors(rest: Any) -> bool:
+    """Whether contexts hold tensors, which a program would not replace."""
+    return any(isinstance(leaf, Tensor) for ctx in rest for leaf in torch.utils._pytree.tree_leaves(vars(ctx)))

@@ -1,0 +1,180 @@
+"""Records the operators and kernel launches of a function as a straight-line program, to run it again for less.
+
+Planning, packing and checking cost the host more than launching: run again on tensors of the same layout, they would
+come to the same decisions. A tape notes what was launched with which arguments; its program does that and nothing else.
+
+    tape = Tape(tensors)
+    with tape:
+        results = function()
+    program = tape.program(results)      None: the function can't be replayed
+    program(tensors)                     launches the same, on other tensors of the same layouts
+
+A function can be replayed if it depends on nothing but its tensors' layouts (and not on their values), reads no tensor
+but these and what it makes of them, and communicates with nobody. Who calls it says that it changes nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowp.registration import REGISTRY
+from lowp.torch_compat import current_cuda_stream
+
+Program = Callable[[Sequence[Any]], Any]
+
+_ACTIVE = threading.local()
+
+
+def active_tape() -> Tape | None:
+    """The tape that records this thread's launches."""
+    return getattr(_ACTIVE, "tape", None)
+
+
+class Tape(TorchDispatchMode):
+    """Records what runs inside; see the module."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Start with the function's arguments, all of them different tensors."""
+        super().__init__()
+        self._names = {id(tensor): f"v{index}" for index, tensor in enumerate(tensors) if tensor is not None}
+        self._alive: list[Any] = list(tensors)  # an id names a tensor only as long as it lives
+        self._inputs = len(tensors)
+        self._lines: list[tuple[str, set[str]]] = []  # with the names that a line reads or makes
+        self._globals: dict[str, Any] = {}
+        self._count = self._inputs
+        self._device: int | None = None
+        self._refused = False
+        self._depth = 0
+
+    def __enter__(self) -> Any:
+        self._depth += 1
+        _ACTIVE.tape = self
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        self._depth -= 1
+        if not self._depth:
+            _ACTIVE.tape = None
+        return super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one operator; of lowp's own, what their kernels run."""
+        kwargs = kwargs or {}
+        if func.namespace == "lowp":
+            entry = REGISTRY[func._opname]
+            device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+            kernel = entry.launch if device == "cuda" else entry.ref
+            with self:
+                return kernel(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is _ATEN.detach.default and self._is_made(args[0]):  # factories return what they make through it
+            self._names[id(result)] = self._names[id(args[0])]
+            self._alive.append(result)
+            return result
+        if func.namespace != "aten" or _DATA_DEPENDENT & set(func.tags):
+            self._refused = True
+        else:
+            self._call(func, args, kwargs, result)
+        return result
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        name = self._names.get(id(tensor))
+        return name is not None and int(name[1:]) >= self._inputs
+
+    def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        used: set[str] = set()
+        given = [self._text(arg, used) for arg in args]
+        given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
+        text = f"{self._constant(_FAST.get(func, func))}({', '.join(given)})"
+        if isinstance(result, Tensor):
+            if id(result) not in self._names:  # an operator that works in place returns its argument
+                text = f"{self._name(result, used)} = {text}"
+        elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
+            text = f"{', '.join(self._name(item, used) for item in result)}, = {text}"
+        elif result is not None:
+            self._refused = True
+        self._lines.append((text, used))
+
+    def launched(self, kernel: Any, device: int, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Note a kernel launch: `kernel(stream, grid, *args)`, with addresses in the place of tensors."""
+        used: set[str] = set()
+        self._device = device
+        given = "".join(f", {self._text(arg, used, address=True)}" for arg in args)
+        self._lines.append((f"{self._constant(kernel)}(stream, {grid}{given})", used))
+
+    def _name(self, tensor: Tensor, made: set[str]) -> str:
+        name = self._names[id(tensor)] = f"v{self._count}"
+        made.add(name)
+        self._count += 1
+        self._alive.append(tensor)
+        return name
+
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self._globals)}"
+        self._globals[name] = value
+        return name
+
+    def _text(self, value: Any, used: set[str], *, address: bool = False) -> str:
+        """An argument or result as an expression."""
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value))
+            if name is None:
+                self._refused = True
+                return "None"
+            used.add(name)
+            return f"{name}.data_ptr()" if address else name
+        if type(value) in (tuple, list):
+            items = "".join(self._text(item, used, address=address) + ", " for item in value)
+            return f"({items})" if type(value) is tuple else f"[{items}]"
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        if isinstance(value, (tuple, list, dict)):  # might hold tensors
+            self._refused = True
+        return self._constant(value)
+
+    def program(self, results: Any) -> Program | None:
+        """The program that gives `results`, nested tuples and lists of tensors and None; None: it can't be replayed."""
+        used: set[str] = set()
+        text = self._text(results, used)
+        if self._refused:
+            return None
+        body = [f"{', '.join(f'v{index}' for index in range(self._inputs))}, = tensors"]
+        if self._device is not None:
+            body.append(f"stream = current_stream({self._device})")
+        for (line, _), dying in zip(self._lines, _last_uses([names for _, names in self._lines], used), strict=True):
+            body.append(line)
+            if dying:
+                body.append(f"del {', '.join(sorted(dying))}")
+        source = "def program(tensors):\n" + "".join(f"    {line}\n" for line in [*body, f"return {text}"])
+        scope = {**self._globals, "current_stream": current_cuda_stream}
+        exec(compile(source, "<lowp program>", "exec"), scope)  # built of names and numbers only
+        return scope["program"]
+
+
+def _last_uses(used: list[set[str]], results: set[str]) -> list[set[str]]:
+    """For each line, the names that nothing reads after it: their memory is free from there on."""
+    later = set(results)
+    dying = []
+    for names in reversed(used):
+        dying.append(names - later)
+        later |= names
+    return dying[::-1]
+
+
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+_ATEN = torch.ops.aten
+_FAST: dict[Any, Any] = {
+    _ATEN.t.default: Tensor.t,
+    _ATEN.view.default: Tensor.view,
+    _ATEN._scaled_mm.default: torch._scaled_mm,
+    _ATEN.empty.memory_format: torch.empty,
+    _ATEN.new_empty.default: Tensor.new_empty,
+}
+"""Functions of torch that do what an operator does with less host work."""
