@@ -103,14 +103,16 @@ class OperationFuser:
         if device != "meta" and torch.is_autocast_enabled(device):
             autocast_dtype = torch.get_autocast_dtype(device)
         grads = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or extra_inputs or basic_op_kwargs is not None:
+        if torch.compiler.is_compiling() or basic_op_kwargs is not None:
             return self._prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
         bundle = None if recipe is None else recipe.bundle
-        facts = [(parameter.dtype, parameter.requires_grad) for parameter in parameters]
+        facts = [(tensor.dtype, tensor.requires_grad) for tensor in (*parameters, *extra_inputs)]
         key = (input_.dtype, input_.requires_grad, grads, autocast_dtype, bundle, *facts)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(input_, parameters, (), recipe, None, autocast_dtype, grads)
+            call = self._calls[key] = self._prepare(
+                input_, parameters, extra_inputs, recipe, None, autocast_dtype, grads
+            )
         return call
 
     def _prepare(
@@ -123,9 +125,10 @@ class OperationFuser:
         autocast_dtype: torch.dtype | None,
         grads: bool,
     ) -> Call:
-        dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe)
-        counts = [len(op.parameter_names) for op in self.basic_ops]
         extra_counts = [op.num_extra_inputs for op in self.basic_ops]
+        extra_dtypes = split_groups([tensor.dtype for tensor in extra_inputs], extra_counts)
+        dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe, extra_dtypes)
+        counts = [len(op.parameter_names) for op in self.basic_ops]
         own = split_groups([grads and parameter.requires_grad for parameter in parameters], counts)
         extra = split_groups([grads and tensor.requires_grad for tensor in extra_inputs], extra_counts)
         wanted = grads and input_.requires_grad
@@ -143,19 +146,29 @@ class OperationFuser:
             tuple(input_requires_grad),
             tuple(requires_grad),
             tuple(own),
+            tuple(extra),
             [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
         )
 
     def plan(
-        self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+        self,
+        dtype: torch.dtype,
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        extra_dtypes: list[tuple[torch.dtype, ...]] | None = None,
     ) -> tuple[tuple[torch.dtype, ...], Plan]:
-        """Each operation's input dtype, and the plan."""
-        dtypes = []
-        for op in self.basic_ops:
+        """Each operation's input dtype, and the plan; extra inputs of unknown dtype have that of the input."""
+        dtypes: list[torch.dtype] = []
+        extra: list[tuple[torch.dtype, ...]] = []
+        for index in range(len(self.basic_ops)):
+            op = self.basic_ops[index]
             dtypes.append(dtype)
-            dtype = op.output_dtype(dtype, autocast_dtype)
+            extra.append((dtype,) * op.num_extra_inputs if extra_dtypes is None else extra_dtypes[index])
+            dtype = op.output_dtype(dtype, autocast_dtype, extra[index])
         compiling = torch.compiler.is_compiling()
-        return tuple(dtypes), make_plan(self.basic_ops, self.fusions, tuple(dtypes), autocast_dtype, recipe, compiling)
+        return tuple(dtypes), make_plan(
+            self.basic_ops, self.fusions, tuple(dtypes), tuple(extra), autocast_dtype, recipe, compiling
+        )
 
     def _run(self, call: Call, tensors: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():

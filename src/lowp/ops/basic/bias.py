@@ -107,7 +107,9 @@ class Bias(BasicOperation):
         """For `print`."""
         return f"size={self.size}"
 
-    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    def output_dtype(
+        self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()
+    ) -> torch.dtype:
         """As torch promotes the input's and the bias's."""
         if not self.promotes:
             return input_dtype
