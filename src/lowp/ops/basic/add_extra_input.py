@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.errors import fail
+from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation
 from lowp.ops.op import BackwardContext, OperationContext
 
@@ -64,7 +65,7 @@ class AddExtraInput(BasicOperation):
     @classmethod
     def forward_compute(cls, args: AddExtraInputArgs, *, in_custom_op: bool = False) -> Any:
         """The sum."""
-        return args.input + args.extra, ((),), ()
+        return add(args.input, args.extra), ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any

@@ -21,6 +21,7 @@ from lowp.distributed.sharding import Sharding
 from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
+from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
@@ -137,7 +138,7 @@ class Bias(BasicOperation):
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
         """The sum."""
         bias = args.bias if args.promotes else args.bias.to(args.input.dtype)
-        return args.input + bias, ((),), ()
+        return add(args.input, bias), ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowp.kernels.elementwise import multiply
 from lowp.ops.basic_op import BasicOperation
 from lowp.ops.op import BackwardContext, OperationContext
 
@@ -49,7 +50,7 @@ class ConstantScale(BasicOperation):
     @classmethod
     def forward_compute(cls, args: ConstantScaleArgs, *, in_custom_op: bool = False) -> Any:
         """The product."""
-        return args.value * args.scale, ((),), ()
+        return multiply(args.value, args.scale), ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
@@ -60,4 +61,4 @@ class ConstantScale(BasicOperation):
     @classmethod
     def backward_compute(cls, args: ConstantScaleArgs, *, in_custom_op: bool = False) -> Any:
         """The product."""
-        return args.value * args.scale, ((),), ((),)
+        return multiply(args.value, args.scale), ((),), ((),)

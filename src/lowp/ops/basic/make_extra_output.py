@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation
 from lowp.ops.op import BackwardContext, OperationContext
 
@@ -60,7 +61,7 @@ class MakeExtraOutput(BasicOperation):
         """The sum, in new memory: others may read either gradient. None: the output's passes through."""
         grad_input: Tensor | None = None
         if args.grad_output is not None and args.grad_extra is not None:
-            grad_input = args.grad_output + args.grad_extra
+            grad_input = add(args.grad_output, args.grad_extra)
         elif args.grad_extra is not None:
             grad_input = args.grad_extra.clone()
         return grad_input, ((),), ((),)
