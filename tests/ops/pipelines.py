@@ -58,6 +58,39 @@ def step(call: Callable[..., Tensor], module: nn.Module, x: Tensor, dy: Tensor |
     return [y.detach(), x.grad, *[parameter.grad for parameter in module.parameters()]]
 
 
+def step_of(
+    call: Callable[..., Any],
+    module: nn.Module,
+    tensors: list[Tensor],
+    grads: list[Tensor | None] | None = None,
+) -> list[Tensor | None]:
+    """`step` with extra inputs and outputs.
+
+    Args:
+        call: takes `tensors`, gives one output or several.
+        module: whose parameters' gradients are meant.
+        tensors: the input, then the extra inputs; those that require a gradient get one.
+        grads: of each output; None: the output is not used.
+
+    Returns:
+        The outputs, the gradients of `tensors`, the gradients of the parameters.
+    """
+    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    for parameter in module.parameters():
+        parameter.grad = None
+    outputs = call(*tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    grads = [torch.ones_like(y) for y in outputs] if grads is None else grads
+    used = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None and y.requires_grad]
+    if used:
+        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    return [
+        *[y.detach() for y in outputs],
+        *[tensor.grad for tensor in tensors],
+        *[parameter.grad for parameter in module.parameters()],
+    ]
+
+
 def same(results: list[Tensor | None], others: list[Tensor | None]) -> bool:
     """Whether two lists of tensors are equal bit for bit (zeros of both signs are equal)."""
     return len(results) == len(others) and all(
