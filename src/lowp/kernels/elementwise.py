@@ -40,12 +40,12 @@ def multiply(x: Tensor, factor: float) -> Tensor:
 
 
 def _add_ref(x: Tensor, y: Tensor) -> Tensor:
-    """torch's own."""
+    """Torch's own."""
     return x + y
 
 
 def _multiply_ref(x: Tensor, factor: float) -> Tensor:
-    """torch's own."""
+    """Torch's own."""
     return x * factor
 
 
