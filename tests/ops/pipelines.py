@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import ops
+from lowp.ops import plan as planning
 
 BOUNDARIES = ["operation", "kernel"]
 
@@ -106,3 +107,14 @@ def same_or_absent(results: list[Tensor | None], others: list[Tensor | None]) ->
         [b if a is None and b is not None and not b.any() else a for a, b in pairs],
         [a if b is None and a is not None and not a.any() else b for a, b in pairs],
     )
+
+
+@contextmanager
+def rules(chosen: Callable[[planning.FusionRule], bool]) -> Iterator[None]:
+    """Inside, pipelines are built with these rules only."""
+    kept = planning._RULES
+    planning._RULES = [rule for rule in kept if chosen(rule)]
+    try:
+        yield
+    finally:
+        planning._RULES = kept

@@ -7,8 +7,7 @@ Shape legend: F = features, the same everywhere unless a kind says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,17 +199,6 @@ class Sample:
     def module(self) -> nn.ModuleList:
         """All parameters."""
         return nn.ModuleList(self.ops)
-
-
-@contextmanager
-def rules(chosen: Callable[[planning.FusionRule], bool]) -> Iterator[None]:
-    """Inside, pipelines are built with these rules only."""
-    kept = planning._RULES
-    planning._RULES = [rule for rule in kept if chosen(rule)]
-    try:
-        yield
-    finally:
-        planning._RULES = kept
 
 
 def is_epilogue(rule: planning.FusionRule) -> bool:

@@ -7,8 +7,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from tests.ops.pipelines import BOUNDARIES, compiled, same, same_or_absent, step_of
-from tests.ops.sequences import Sample, is_epilogue, rules, sequences
+from tests.ops.pipelines import BOUNDARIES, compiled, rules, same, same_or_absent, step_of
+from tests.ops.sequences import Sample, is_epilogue, sequences
 
 few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 fewer = settings(few, max_examples=25)
