@@ -2,6 +2,7 @@
 
 from lowp import distributed, ops, recipe
 from lowp.errors import Unsupported
+from lowp.modules import Linear
 from lowp.ops import compile_boundary
 from lowp.quantization import Quantized, autocast, current_recipe, quantize
 from lowp.support import recipe_support
@@ -9,6 +10,7 @@ from lowp.support import recipe_support
 __version__ = "0.1.0"
 
 __all__ = [
+    "Linear",
     "Quantized",
     "Unsupported",
     "autocast",

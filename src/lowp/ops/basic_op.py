@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowp.distributed.sharding import Sharding
@@ -52,14 +53,14 @@ class BasicOperation(PartialGradients, FusibleOperation):
         super().__init__()
         self._alone = OperationFuser((self,))
         self._owner: tuple[nn.Module] | None = None
-        self._names: dict[str, str] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "training" and not isinstance(value, nn.Parameter):  # these two are looked at in each call
             self.__dict__["revision"] = self.revision + 1
 
-    def bind(self, owner: nn.Module, **names: str) -> None:
+    def bind(self, owner: nn.Module, **names: str | dict[str, int]) -> None:
         """Hand the parameters over to a facade, which has them under names of its own.
 
         The operation keeps no second reference: it looks each parameter up on its owner at call time, so that an
@@ -67,28 +68,41 @@ class BasicOperation(PartialGradients, FusibleOperation):
 
         Args:
             owner: the facade.
-            **names: the owner's name of each parameter.
+            **names: the owner's name of each parameter; or the names and sizes of the pieces along its first axis that
+                the owner has instead.
         """
-        for name, owner_name in names.items():
+        for name, owner_names in names.items():
             parameter = getattr(self, name)
             delattr(self, name)
-            owner.register_parameter(owner_name, parameter)
+            if isinstance(owner_names, str):
+                owner.register_parameter(owner_names, parameter)
+                self._names[name] = (owner_names,)
+                continue
+            for piece_name, piece in zip(owner_names, parameter.detach().split([*owner_names.values()]), strict=True):
+                owner.register_parameter(piece_name, nn.Parameter(piece.clone()))
+            self._names[name] = tuple(owner_names)
         self._owner = (owner,)
-        self._names = names
 
-    def parameter(self, name: str) -> nn.Parameter:
-        """A parameter, looked up now."""
-        return getattr(self, name) if self._owner is None else getattr(self._owner[0], self._names[name])
+    def parameter(self, name: str) -> Tensor:
+        """A parameter, looked up now; out of pieces, as their concatenation."""
+        pieces = self.pieces(name)
+        return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
-    def owner_name(self, name: str) -> str:
-        """The name of a parameter where it is registered."""
-        return self._names.get(name, name)
+    def pieces(self, name: str) -> list[nn.Parameter]:
+        """The pieces that a parameter is registered as, mostly one."""
+        if self._owner is None:
+            return [getattr(self, name)]
+        return [getattr(self._owner[0], owner_name) for owner_name in self._names[name]]
+
+    def owner_names(self, name: str) -> tuple[str, ...]:
+        """The names of a parameter, or of its pieces, where it is registered."""
+        return self._names.get(name, (name,))
 
     def shardings(self) -> dict[str, Sharding]:
         """How each sharded parameter is split."""
         return {}
 
-    def own_parameters(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[Tensor]:
         """The parameters, in the order of `parameter_names`."""
         return [self.parameter(name) for name in self.parameter_names]
 

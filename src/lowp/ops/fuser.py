@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp.errors import fail
 from lowp.ops.op import DIRECTIONS
@@ -94,7 +94,7 @@ class OperationFuser:
     def prepare(
         self,
         input_: Tensor,
-        parameters: list[nn.Parameter],
+        parameters: list[Tensor],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
@@ -122,7 +122,7 @@ class OperationFuser:
     def _prepare(
         self,
         input_: Tensor,
-        parameters: list[nn.Parameter],
+        parameters: list[Tensor],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,

@@ -208,6 +208,8 @@ def run_backward(
         if grad is None and not [g for group in grad_extra for g in group if g is not None]:
             continue  # only outputs of earlier operations were used
         args = op.pack_backward_args(ctxs[start:stop], grad, basic_op_grad_extra_outputs=grad_extra)
+        if not op.grad_input_is_grad_output:
+            grad = None  # the operation may release it
         grad_input, parameters, inputs = compute(op, "backward", args)
         if grad_input is None and op.grad_input_is_grad_output and call.input_requires_grad[start]:
             grad_input = grad
