@@ -4,6 +4,7 @@ from lowp import distributed, ops, recipe
 from lowp.errors import Unsupported
 from lowp.modules import Linear
 from lowp.ops import compile_boundary
+from lowp.ops.quantized_output import QuantizedOutput
 from lowp.quantization import Quantized, autocast, current_recipe, quantize
 from lowp.support import recipe_support
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Linear",
     "Quantized",
+    "QuantizedOutput",
     "Unsupported",
     "autocast",
     "compile_boundary",

@@ -28,6 +28,8 @@ from lowp.modules.options import (
     split_of,
 )
 from lowp.ops.group import OperationGroup
+from lowp.ops.quantized_output import quantize_output
+from lowp.quantization import current_recipe
 from lowp.recipe import Recipe
 
 
@@ -128,22 +130,30 @@ class Linear(OperationGroup, nn.Linear):
             self.reset_parameters()
         self.mark_partial_gradients()
 
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
+    ) -> Any:
         """`y = x @ w.T + b`.
 
         Args:
             input: `[..., K]`, floating point.
             is_first_microbatch: must be None.
+            fp8_output: return y quantized, as a `lowp.QuantizedOutput`.
 
         Returns:
             y: `[..., N]` in torch.autocast's dtype where that is on, else in the input's. With `return_bias`, a tuple
             of it, without the bias, and the bias in its dtype, or None.
+
+        Raises:
+            ValueError: `fp8_output` without a recipe.
+            Unsupported: `is_first_microbatch` is not None.
         """
         refuse_first_microbatch("Linear", is_first_microbatch)
-        output = self._fuser(input, recipe=self.recipe)
+        y = self._fuser(input, recipe=self.recipe)
+        output = quantize_output("Linear", y, self.recipe or current_recipe()) if fp8_output else y
         if not self.return_bias:
             return output
-        return output, self.basic_ops[1].parameter("bias").to(output.dtype) if len(self.basic_ops) > 1 else None
+        return output, self.basic_ops[1].parameter("bias").to(y.dtype) if len(self.basic_ops) > 1 else None
 
     def extra_repr(self) -> str:
         """For `print`."""
