@@ -98,16 +98,14 @@ class Linear:
         return x if self.recipe is None else dequantized(x.to(self.dtype), self.recipe, role)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x.flatten(0, -2)
+        self.x = x
         y = self._operand(self.x, "input") @ self._operand(self.weight[1].detach().double(), "weight").t()
         if self.bias is not None:
             y = y + self.bias[1].detach().double()
-        self.leading = x.shape[:-1]
-        return rounded(y, self.dtype).reshape(*x.shape[:-1], -1)
+        return rounded(y, self.dtype)
 
     def backward(self, dy: Tensor, extra: Tensor | float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """`extra` is added to the gradient of the input before it is rounded."""
-        dy = dy.flatten(0, -2)
         override = "high_precision" if self.recipe is None else self.recipe.backward_override
         x, w, quantized_dy = self.x, self.weight[1].detach().double(), dy
         if override != "high_precision":
@@ -119,8 +117,7 @@ class Linear:
         grads = {self.weight[0]: rounded(quantized_dy.t() @ x, self.weight[1].dtype)}
         if self.bias is not None:
             grads[self.bias[0]] = rounded(dy.sum(0), self.bias[1].dtype)
-        dx = (quantized_dy @ w).reshape(*self.leading, -1) + extra
-        return rounded(dx, self.dtype), grads
+        return rounded(quantized_dy @ w + extra, self.dtype), grads
 
 
 @dataclass
@@ -177,7 +174,9 @@ def run(
         normalization: "LayerNorm" or "RMSNorm"; None: there is no norm.
         zero_centered_gamma, eps, activation, activation_params: as the module's.
     """
-    dtype, stages, value = x.dtype, [], x.detach().double()
+    dtype, stages, leading = x.dtype, [], x.shape[:-1]
+    M = math.prod(leading)
+    value = _matrix(x.detach(), M)
 
     def linear(prefix: str) -> Linear:
         bias = parameters.get(f"{prefix}bias")
@@ -198,17 +197,23 @@ def run(
     for stage in stages:
         value = stage.forward(value)
     grads: dict[str, Tensor] = {}
-    extra = torch.zeros_like(norm_output) if d_norm is None else d_norm.double()
+    extra = torch.zeros_like(norm_output) if d_norm is None else _matrix(d_norm, M)
     gradient = extra
     if dy is not None:
-        gradient = dy.double()
+        gradient = _matrix(dy, M)
         for index, stage in reversed(list(enumerate(stages))):
             gradient, own = stage.backward(gradient, extra) if index == 0 else stage.backward(gradient)
             grads |= own
     if first is not None:
         gradient, own = first.backward(gradient)
         grads |= own
-    return Results(value, None if first is None else norm_output, gradient, grads)
+    outputs = [value, norm_output, gradient]
+    y, n, dx = (part.reshape(*leading, part.shape[1]) for part in outputs)
+    return Results(y, None if first is None else n, dx, grads)
+
+
+def _matrix(x: Tensor, rows: int) -> Tensor:
+    return x.double().reshape(rows, x.shape[-1])
 
 
 def relative_l2(a: Tensor, b: Tensor) -> float:
