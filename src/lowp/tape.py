@@ -93,8 +93,10 @@ class Tape(TorchDispatchMode):
         given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
         text = f"{self._constant(_FAST.get(func, func))}({', '.join(given)})"
         if isinstance(result, Tensor):
-            if id(result) not in self._names:  # an operator that works in place returns its argument
+            if id(result) not in self._names:
                 text = f"{self._name(result, used)} = {text}"
+            elif not func._schema.is_mutable:  # it gave its argument back: nothing was done
+                return
         elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
             text = f"{', '.join(self._name(item, used) for item in result)}, = {text}"
         elif result is not None:

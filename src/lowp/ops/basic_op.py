@@ -78,7 +78,9 @@ class BasicOperation(PartialGradients, FusibleOperation):
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter, looked up now."""
-        return getattr(self, name) if self._owner is None else getattr(self._owner[0], self._names[name])
+        owner, name = (self, name) if self._owner is None else (self._owner[0], self._names[name])
+        found = owner._parameters.get(name)  # costs the host less than getattr, which a parametrized one takes
+        return getattr(owner, name) if found is None else found
 
     def owner_name(self, name: str) -> str:
         """The name of a parameter where it is registered."""
