@@ -15,8 +15,11 @@ from torch import Tensor
 from lowp.dynamo.schema import ArgumentSchema
 from lowp.formats import E4M3, E5M2
 from lowp.kernels.amax import amax
+from lowp.ops.basic.add_extra_input import AddExtraInputArgs
 from lowp.ops.basic.bias import BiasBackwardArgs, BiasForwardArgs
 from lowp.ops.basic.collectives import CollectiveArgs
+from lowp.ops.basic.constant_scale import ConstantScaleArgs
+from lowp.ops.basic.make_extra_output import MakeExtraOutputBackwardArgs
 from lowp.ops.basic.quantize import QuantizeArgs
 from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
 from lowp.quantization import Quantized, quantize_operand
@@ -86,6 +89,7 @@ def _scaled(
 def _linear_forward(**fields: Any) -> Sample:
     """BasicLinear's forward; `input(draw, M)`, `weight_dtype`, `with_bias`, and fields of the arguments."""
     make_input = fields.pop("input", lambda draw, m: draw(m, K))
+    make_addend = fields.pop("addend", lambda draw, m: None)
     weight_dtype, with_bias = fields.pop("weight_dtype", BF16), fields.pop("with_bias", False)
     args = LinearForwardArgs(
         input=None,
@@ -106,7 +110,7 @@ def _linear_forward(**fields: Any) -> Sample:
     def make(draw: Draw, m: int) -> tuple[Any, ...]:
         weight = draw(N, K, dtype=weight_dtype)
         bias = draw(N, dtype=weight_dtype) if with_bias else None
-        return _flat(replace(args, input=make_input(draw, m), weight=weight, bias=bias))
+        return _flat(replace(args, input=make_input(draw, m), weight=weight, bias=bias, addend=make_addend(draw, m)))
 
     return Sample(make, row_major=(1,))
 
@@ -115,6 +119,7 @@ def _linear_backward(**fields: Any) -> Sample:
     """BasicLinear's backward; `grad_output(draw, M)`, `input(draw, M)`, `main_grad`, and fields of the arguments."""
     make_grad = fields.pop("grad_output", lambda draw, m: draw(m, N))
     make_input = fields.pop("input", lambda draw, m: draw(m, K))
+    make_addend = fields.pop("addend", lambda draw, m: None)
     main_dtype = fields.pop("main_dtype", None)
     leading = fields.pop("leading", lambda m: (m,))
     args = LinearBackwardArgs(
@@ -152,6 +157,7 @@ def _linear_backward(**fields: Any) -> Sample:
                 weight_statistics=None if args.weight_quantizer is None else amax(weight),
                 main_grad=None if main_dtype is None else draw(N, K, dtype=main_dtype),
                 leading=leading(m),
+                addend=make_addend(draw, m),
             )
         )
 
@@ -159,7 +165,8 @@ def _linear_backward(**fields: Any) -> Sample:
 
 
 def _flat(args: Any) -> tuple[Any, ...]:
-    return tuple(ArgumentSchema(type(args)).flatten(args))
+    fields = getattr(type(args), "GRAD_OUTPUT_FIELDS", ())
+    return tuple(ArgumentSchema(type(args), fields).flatten(args))
 
 
 def _simple(args: Callable[[Draw, int], Any]) -> Sample:
@@ -186,6 +193,14 @@ _LINEAR_FORWARDS = {
 }
 
 SAMPLES: dict[str, dict[str, Sample]] = {
+    "add": {
+        "promoted": Sample(lambda draw, m: (draw(2, m, N), draw(2, m, N, dtype=FP32))),
+        "broadcast": Sample(lambda draw, m: (draw(m, N), draw(N))),
+    },
+    "multiply": {
+        "bf16": Sample(lambda draw, m: (draw(2, m, N), 0.3)),
+        "fp32": Sample(lambda draw, m: (draw(m, N, dtype=FP32), -2.0)),
+    },
     "amax": {
         "matrix": Sample(lambda draw, m: (draw(m, ODD_K),)),
         "four axes, fp32": Sample(lambda draw, m: (draw(2, m, 3, 5, dtype=FP32),)),
@@ -221,11 +236,18 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "odd": Sample(lambda draw, m: (draw.quantized(m, ODD_K, row=True, column=False).row[0], ODD_K), row_major=(0,)),
     },
     "scaled_gemm": {
-        "bias": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(N), BF16, True), row_major=(0, 2)),
+        "bias": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(N), None, 1.0, BF16, True), row_major=(0, 2)),
         "odd N, E5M2, fp32": Sample(
-            lambda draw, m: (*_scaled(draw, m, ODD_N, GRADIENT), draw(ODD_N, dtype=FP32), FP32, False), row_major=(0, 2)
+            lambda draw, m: (*_scaled(draw, m, ODD_N, GRADIENT), draw(ODD_N, dtype=FP32), None, 1.0, FP32, False),
+            row_major=(0, 2),
         ),
-        "fp16": Sample(lambda draw, m: (*_scaled(draw, m, N), None, FP16, False), row_major=(0, 2)),
+        "fp16": Sample(lambda draw, m: (*_scaled(draw, m, N), None, None, 1.0, FP16, False), row_major=(0, 2)),
+        "addend and factor": Sample(
+            lambda draw, m: (*_scaled(draw, m, N), None, draw(m, N), -0.5, BF16, False), row_major=(0, 2)
+        ),
+        "bias, addend, odd N": Sample(
+            lambda draw, m: (*_scaled(draw, m, ODD_N), draw(ODD_N), draw(m, ODD_N), 1.0, FP16, True), row_major=(0, 2)
+        ),
     },
     "scaled_gemm_into": {
         "accumulate": Sample(
@@ -234,9 +256,13 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "overwrite": Sample(lambda draw, m: (*_scaled(draw, m, N), draw(m, N), True, False), row_major=(0, 2)),
     },
     "gemm": {
-        "bias": Sample(lambda draw, m: (draw(m, ODD_K), draw(N, ODD_K), draw(N), BF16)),
-        "bf16 to fp32": Sample(lambda draw, m: (draw(m, K), draw(ODD_N, K), draw(ODD_N, dtype=FP32), FP32)),
-        "fp32": Sample(lambda draw, m: (draw(m, K, dtype=FP32), draw(N, K, dtype=FP32), None, FP32)),
+        "bias": Sample(lambda draw, m: (draw(m, ODD_K), draw(N, ODD_K), draw(N), None, 1.0, BF16)),
+        "bf16 to fp32": Sample(lambda draw, m: (draw(m, K), draw(ODD_N, K), draw(ODD_N, dtype=FP32), None, 1.0, FP32)),
+        "fp32": Sample(lambda draw, m: (draw(m, K, dtype=FP32), draw(N, K, dtype=FP32), None, None, 1.0, FP32)),
+        "addend and factor": Sample(lambda draw, m: (draw(m, K), draw(N, K), None, draw(m, N), -0.5, BF16)),
+        "factor": Sample(lambda draw, m: (draw(m, K), draw(N, K), None, None, 0.25, BF16)),
+        "bias and addend": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(N), draw(m, N), 1.0, BF16)),
+        "all to fp32": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(N), draw(m, N), 2.0, FP32)),
     },
     "gemm_into": {
         "accumulate": Sample(lambda draw, m: (draw(m, K), draw(N, K), draw(m, N, dtype=FP32), True)),
@@ -248,6 +274,43 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "high precision": _linear_forward(with_bias=True),
         "quantized": _linear_forward(**QUANTIZED_FORWARD, with_bias=True),
         "three axes": _linear_forward(**QUANTIZED_FORWARD, with_bias=True, input=lambda draw, m: draw(2, m, K)),
+    },
+    "ForwardLinearAdd_forward": {
+        "high precision": _linear_forward(addend=lambda draw, m: draw(m, N)),
+        "quantized": _linear_forward(**QUANTIZED_FORWARD, addend=lambda draw, m: draw(m, N)),
+    },
+    "ForwardLinearBiasAdd_forward": {
+        "high precision": _linear_forward(with_bias=True, addend=lambda draw, m: draw(m, N)),
+        "quantized, three axes": _linear_forward(
+            **QUANTIZED_FORWARD,
+            with_bias=True,
+            input=lambda draw, m: draw(2, m, K),
+            addend=lambda draw, m: draw(2, m, N),
+        ),
+    },
+    "ForwardLinearScaleAdd_forward": {
+        "high precision": _linear_forward(factor=-0.5, addend=lambda draw, m: draw(m, N)),
+        "quantized": _linear_forward(**QUANTIZED_FORWARD, factor=2.0, addend=lambda draw, m: draw(m, N)),
+    },
+    "BackwardLinearAdd_backward": {
+        "high precision": _linear_backward(addend=lambda draw, m: draw(m, K)),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, addend=lambda draw, m: draw(m, K)),
+        "extra output unused": _linear_backward(**QUANTIZED_BACKWARD),
+        "extra output alone": _linear_backward(
+            **QUANTIZED_BACKWARD, grad_output=lambda draw, m: None, addend=lambda draw, m: draw(m, K)
+        ),
+    },
+    "BackwardLinearAdd_backward_inplace": {
+        "high precision": _linear_backward(**MAIN_GRAD, addend=lambda draw, m: draw(m, K)),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, **MAIN_GRAD, addend=lambda draw, m: draw(m, K)),
+    },
+    "BackwardLinearScale_backward": {
+        "high precision": _linear_backward(factor=-0.5),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, factor=2.0),
+    },
+    "BackwardLinearScale_backward_inplace": {
+        "high precision": _linear_backward(**MAIN_GRAD, factor=-0.5),
+        "quantized": _linear_backward(**QUANTIZED_BACKWARD, **MAIN_GRAD, factor=2.0),
     },
     "BasicLinear_backward": {
         "high precision": _linear_backward(),
@@ -288,6 +351,17 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "quantized": _simple(lambda draw, m: BiasBackwardArgs(draw(m, ODD_N), BF16, True, GRADIENT, True, True)),
         "frozen": _simple(lambda draw, m: BiasBackwardArgs(draw(m, N), BF16, False, None, False, False)),
     },
+    "AddExtraInput_forward": {
+        "matrix": _simple(lambda draw, m: AddExtraInputArgs(draw(m, N), draw(m, N))),
+        "promoted": _simple(lambda draw, m: AddExtraInputArgs(draw(2, m, N), draw(2, m, N, dtype=FP32))),
+    },
+    "MakeExtraOutput_backward": {
+        "both": _simple(lambda draw, m: MakeExtraOutputBackwardArgs(draw(2, m, N), draw(2, m, N))),
+        "output": _simple(lambda draw, m: MakeExtraOutputBackwardArgs(draw(m, N), None)),
+        "extra": _simple(lambda draw, m: MakeExtraOutputBackwardArgs(None, draw(m, N))),
+    },
+    "ConstantScale_forward": {"matrix": _simple(lambda draw, m: ConstantScaleArgs(draw(m, N), 0.3))},
+    "ConstantScale_backward": {"three axes": _simple(lambda draw, m: ConstantScaleArgs(draw(2, m, N), -2.0))},
     "Quantize_forward": {
         "rounded": _simple(lambda draw, m: QuantizeArgs(draw(2, m, ODD_K), FORWARD, False, False)),
         "handed on": _simple(lambda draw, m: QuantizeArgs(draw(2, m, ODD_K), FORWARD, True, True)),
@@ -305,8 +379,9 @@ _COLLECTIVE = {"matrix": _simple(lambda draw, m: CollectiveArgs(draw(m, N), None
 for _name in ("AllGather", "ReduceScatter", "AllReduce"):
     for _direction in ("forward", "backward"):
         SAMPLES[f"{_name}_{_direction}"] = SAMPLES[f"{_name}_{_direction}_collective"] = _COLLECTIVE
-for _name in ("BasicLinear_forward", "ForwardLinearBias_forward", "BasicLinear_backward"):
-    SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
+for _name in list(SAMPLES):
+    if "Linear" in _name and not _name.endswith("_inplace"):
+        SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
 
 SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward")
 """Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

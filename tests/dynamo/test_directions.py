@@ -171,7 +171,7 @@ def test_a_fusion_is_left_out_in_the_direction_that_does_not_compile(case):
 def test_the_plan_of_a_trace_says_why_a_fusion_is_left_out():
     register_fusion(FusionRule("backward", ToyBackwardEager))
     ops = (ToyScale(4), ToyNegate())
-    plan = make_plan(ops, candidates(ops), (torch.float32, torch.float32), None, None, compiling=True)
+    plan = make_plan(ops, candidates(ops), (torch.float32, torch.float32), ((), ()), None, None, compiling=True)
     assert plan.declined == (f"backward without ToyBackwardEager[0]: {REASON}",)
 
 

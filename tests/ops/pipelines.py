@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import ops
+from lowp.ops import plan as planning
 
 BOUNDARIES = ["operation", "kernel"]
 
@@ -58,9 +59,62 @@ def step(call: Callable[..., Tensor], module: nn.Module, x: Tensor, dy: Tensor |
     return [y.detach(), x.grad, *[parameter.grad for parameter in module.parameters()]]
 
 
+def step_of(
+    call: Callable[..., Any],
+    module: nn.Module,
+    tensors: list[Tensor],
+    grads: list[Tensor | None] | None = None,
+) -> list[Tensor | None]:
+    """`step` with extra inputs and outputs.
+
+    Args:
+        call: takes `tensors`, gives one output or several.
+        module: whose parameters' gradients are meant.
+        tensors: the input, then the extra inputs; those that require a gradient get one.
+        grads: of each output; None: the output is not used.
+
+    Returns:
+        The outputs, the gradients of `tensors`, the gradients of the parameters.
+    """
+    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    for parameter in module.parameters():
+        parameter.grad = None
+    outputs = call(*tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    grads = [torch.ones_like(y) for y in outputs] if grads is None else grads
+    used = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None and y.requires_grad]
+    if used:
+        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    return [
+        *[y.detach() for y in outputs],
+        *[tensor.grad for tensor in tensors],
+        *[parameter.grad for parameter in module.parameters()],
+    ]
+
+
 def same(results: list[Tensor | None], others: list[Tensor | None]) -> bool:
     """Whether two lists of tensors are equal bit for bit (zeros of both signs are equal)."""
     return len(results) == len(others) and all(
         a is b if a is None or b is None else a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(results, others, strict=True)
     )
+
+
+def same_or_absent(results: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    """As `same`, where None and zeros count as equal: a compiled backward gets zeros for outputs that aren't used."""
+    pairs = list(zip(results, others, strict=True))
+    return same(
+        [b if a is None and b is not None and not b.any() else a for a, b in pairs],
+        [a if b is None and a is not None and not a.any() else b for a, b in pairs],
+    )
+
+
+@contextmanager
+def rules(chosen: Callable[[planning.FusionRule], bool]) -> Iterator[None]:
+    """Inside, pipelines are built with these rules only."""
+    kept = planning._RULES
+    planning._RULES = [rule for rule in kept if chosen(rule)]
+    try:
+        yield
+    finally:
+        planning._RULES = kept

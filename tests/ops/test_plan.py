@@ -8,9 +8,10 @@ import torch
 import lowp
 from lowp import ops
 from lowp.ops import plan as planning
+from lowp.ops.pipeline import run_forward
 from tests.ops import oracle
 from tests.ops.exact import exact, exact_
-from tests.ops.pipelines import same, step
+from tests.ops.pipelines import rules, same, step_of
 
 BF16 = torch.bfloat16
 
@@ -136,6 +137,56 @@ PLANS = {
         backward Bias[2] -> BasicLinear[1] -> Bias[0]
         """,
     ),
+    "linear, bias and add": (
+        lambda: [linear(), bias(), ops.AddExtraInput()],
+        """
+        recipe   high precision
+        forward  ForwardLinearBiasAdd[0..2]
+        backward AddExtraInput[2] -> Bias[1] -> BasicLinear[0]
+        """,
+    ),
+    "linear, scale and add": (
+        lambda: [linear(), ops.ConstantScale(0.5), ops.AddExtraInput()],
+        """
+        recipe   high precision
+        forward  ForwardLinearScaleAdd[0..2]
+        backward AddExtraInput[2] -> ConstantScale[1] -> BasicLinear[0]
+        """,
+    ),
+    "linear, bias, scale and add": (
+        lambda: [linear(), bias(), ops.ConstantScale(0.5), ops.AddExtraInput()],
+        """
+        recipe   high precision
+        forward  ForwardLinearBias[0..1] -> ConstantScale[2] -> AddExtraInput[3]
+        backward AddExtraInput[3] -> ConstantScale[2] -> Bias[1] -> BasicLinear[0]
+        """,
+    ),
+    "a bias that doesn't fit before an add": (
+        lambda: [linear(), bias(1), ops.AddExtraInput()],
+        """
+        recipe   high precision
+        forward  BasicLinear[0] -> Bias[1] -> AddExtraInput[2]
+        backward AddExtraInput[2] -> Bias[1] -> BasicLinear[0]
+        forward  without ForwardLinearBiasAdd[0]: the bias has 1 elements for 8 features
+        forward  without ForwardLinearBias[0]: the bias has 1 elements for 8 features
+        """,
+    ),
+    "a residual branch": (
+        lambda: [ops.MakeExtraOutput(), linear(), bias(), linear(), ops.AddExtraInput()],
+        """
+        recipe   high precision
+        forward  MakeExtraOutput[0] -> ForwardLinearBias[1..2] -> ForwardLinearAdd[3..4]
+        backward AddExtraInput[4] -> BasicLinear[3] -> Bias[2] -> BackwardLinearAdd[0..1]
+        """,
+    ),
+    "scale before and after": (
+        lambda: [ops.ConstantScale(0.5), linear(), ops.ConstantScale(0.5), linear()],
+        """
+        recipe   high precision
+        forward  ConstantScale[0] -> BasicLinear[1] -> ConstantScale[2] -> BasicLinear[3]
+        backward BackwardLinearScale[2..3] -> BackwardLinearScale[0..1]
+        """,
+    ),
     "nothing": (list, "recipe   high precision"),
 }
 
@@ -203,14 +254,13 @@ def test_rules_are_checked(direction, fuses, message):
 
 
 @pytest.fixture
-def rules(monkeypatch):
-    """The list of rules, to change inside a test."""
-    changed = list(planning._RULES)
-    monkeypatch.setattr(planning, "_RULES", changed)
-    return changed
+def _forgotten_rules(monkeypatch):
+    """Forgets, after the test, the rules that it registers."""
+    monkeypatch.setattr(planning, "_RULES", list(planning._RULES))
 
 
-def test_the_longest_rule_wins_then_the_latest(rules):
+@pytest.mark.usefixtures("_forgotten_rules")
+def test_the_longest_rule_wins_then_the_latest():
     pair = type("Pair", (ops.FusedOperation,), {"fuses": (ops.BasicLinear, ops.Bias)})
     triple = type("Triple", (ops.FusedOperation,), {"fuses": (ops.BasicLinear, ops.Bias, ops.Bias)})
     ops.register_fusion(ops.FusionRule("forward", triple))
@@ -224,7 +274,8 @@ def test_the_longest_rule_wins_then_the_latest(rules):
     assert "forward  Pair[0..1]" in ops.Sequential(linear(), bias()).plan
 
 
-def test_a_rule_that_does_not_apply_leaves_room_for_the_next(rules):
+@pytest.mark.usefixtures("_forgotten_rules")
+def test_a_rule_that_does_not_apply_leaves_room_for_the_next():
     triple = type("Triple", (ops.FusedOperation,), {"fuses": (ops.BasicLinear, ops.Bias, ops.Bias)})
     ops.register_fusion(ops.FusionRule("forward", triple, lambda window: "not today"))
     assert ops.Sequential(linear(), bias(), bias()).plan == inspect.cleandoc("""
@@ -240,54 +291,78 @@ def test_a_rule_that_does_not_apply_leaves_room_for_the_next(rules):
 BUILD = {
     ops.BasicLinear: lambda device: ops.BasicLinear(16, 16, device=device, dtype=BF16),
     ops.Bias: lambda device: ops.Bias(16, device=device, dtype=BF16),
+    ops.AddExtraInput: lambda device: ops.AddExtraInput(),
+    ops.ConstantScale: lambda device: ops.ConstantScale(-2.0),
+    ops.MakeExtraOutput: lambda device: ops.MakeExtraOutput(),
 }
 """How to build a basic operation of each type that a rule names: a new rule needs its types here."""
 
 
-def with_rules(monkeypatch, rules, basic_ops, recipe):
-    monkeypatch.setattr(planning, "_RULES", rules)
-    return ops.Sequential(*basic_ops, recipe=recipe)
+NAMES = {"argvalues": range(len(planning._RULES)), "ids": lambda i: planning._RULES[i].fused.__name__}
+
+
+class Contract:
+    """The operations of a rule's pattern, fused by this rule alone and not fused, and exact tensors for a step."""
+
+    def __init__(self, index, recipe, device):
+        self.rule, self.recipe = planning._RULES[index], recipe
+        self.ops = [BUILD[kind](device) for kind in self.rule.fused.fuses]
+        for op in self.ops:
+            for parameter in op.parameters():
+                exact_(parameter)
+        with rules(lambda rule: False):
+            self.unfused = ops.Sequential(*self.ops, recipe=recipe)
+        with rules(lambda rule: rule is self.rule):
+            self.fused = ops.Sequential(*self.ops, recipe=recipe)
+        count = 1 + sum(op.num_extra_inputs for op in self.ops)
+        self.tensors = [exact(8, 16, device=device, requires_grad=True) for _ in range(count)]
+        outputs = self.unfused(*self.tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self.grads = [exact(*y.shape, device=device) for y in outputs]
+
+    def step(self, pipeline, grads=None):
+        return step_of(pipeline, pipeline, self.tensors, grads or self.grads)
+
+    def contexts(self, pipeline):
+        """What a forward leaves for its backward."""
+        (group,) = pipeline._groups
+        x, *extra_inputs = self.tensors
+        parameters = [parameter for op in self.ops for parameter in op.own_parameters()]
+        call = group.prepare(x, parameters, tuple(extra_inputs), self.recipe, None)
+        return run_forward(call, x, [*parameters, *extra_inputs])[2]
 
 
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
-@pytest.mark.parametrize("index", range(len(planning._RULES)), ids=lambda i: planning._RULES[i].fused.__name__)
-def test_fused_and_unfused_operations_read_each_others_contexts(index, recipe, monkeypatch, device):
+@pytest.mark.parametrize("index", **NAMES)
+def test_fused_and_unfused_operations_read_each_others_contexts(index, recipe, device):
     """A rule used in its direction alone, the other direction unfused, gives what no fusion at all gives."""
-    rule, recipe = planning._RULES[index], oracle.RECIPES[recipe]
-    basic_ops = [BUILD[kind](device) for kind in rule.fused.fuses]
-    for op in basic_ops:
-        for parameter in op.parameters():
-            exact_(parameter)
-    x = exact(8, 16, device=device, requires_grad=True)
-    unfused = with_rules(monkeypatch, [], basic_ops, recipe)
-    fused = with_rules(monkeypatch, [rule], basic_ops, recipe)
-    (step_of_rule,) = getattr(fused._groups[0].plan(BF16, None, recipe)[1], rule.direction)
-    assert type(step_of_rule.op) is rule.fused
-    assert rule.fused.__name__ not in unfused.plan
-    dy = exact(*unfused(x).shape, device=device)
-    assert same(step(fused, fused, x, dy), step(unfused, unfused, x, dy))
+    contract = Contract(index, oracle.RECIPES[recipe], device)
+    name = contract.rule.fused.__name__
+    (step_of_rule,) = getattr(contract.fused._groups[0].plan(BF16, None, contract.recipe)[1], contract.rule.direction)
+    assert type(step_of_rule.op) is contract.rule.fused
+    assert name not in contract.unfused.plan
+    assert same(contract.step(contract.fused), contract.step(contract.unfused))
+    for index in range(len(contract.grads)):
+        used = [dy if index == at else None for at, dy in enumerate(contract.grads)]
+        assert same(contract.step(contract.fused, used), contract.step(contract.unfused, used))
 
 
-@pytest.mark.parametrize("index", range(len(planning._RULES)), ids=lambda i: planning._RULES[i].fused.__name__)
-def test_fused_operations_write_the_same_contexts(index, monkeypatch, device):
+@pytest.mark.parametrize("frozen", range(3))
+@pytest.mark.parametrize("index", **NAMES)
+def test_the_contract_holds_for_any_gradients(index, frozen, device):
+    contract = Contract(index, oracle.HYBRID, device)
+    leaves = [*contract.tensors, *contract.fused.parameters()]
+    for at, leaf in enumerate(leaves):
+        leaf.requires_grad_(at % 3 != frozen)
+    assert same(contract.step(contract.fused), contract.step(contract.unfused))
+
+
+@pytest.mark.parametrize("recipe", ["none", "hybrid", "dequantized"])
+@pytest.mark.parametrize("index", **NAMES)
+def test_fused_operations_write_the_same_contexts(index, recipe, device):
     """Attribute for attribute and tensor for tensor, whoever writes them."""
-    from lowp.ops.pipeline import run_forward
-
-    rule = planning._RULES[index]
-    if rule.direction != "forward":
-        return
-    basic_ops = [BUILD[kind](device) for kind in rule.fused.fuses]
-    for op in basic_ops:
-        for parameter in op.parameters():
-            exact_(parameter)
-    x = exact(8, 16, device=device, requires_grad=True)
-    written = []
-    for rules in ([rule], []):
-        (group,) = with_rules(monkeypatch, rules, basic_ops, oracle.HYBRID)._groups
-        parameters = [parameter for op in basic_ops for parameter in op.own_parameters()]
-        call = group.prepare(x, parameters, (), oracle.HYBRID, None)
-        _, _, ctxs = run_forward(call, x, parameters)
-        written.append(ctxs)
+    contract = Contract(index, oracle.RECIPES[recipe], device)
+    written = [contract.contexts(pipeline) for pipeline in (contract.fused, contract.unfused)]
     for fused, unfused in zip(*written, strict=True):
         contents, others = vars(fused), vars(unfused)
         assert contents.keys() == others.keys()

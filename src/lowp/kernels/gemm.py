@@ -1,13 +1,15 @@
 """Matrix products of quantized and of high-precision operands, to a new tensor or into an existing one.
 
-    scaled_gemm       y_MN = (a_MC * scale_a) @ (b_NC * scale_b).T + bias_N
+    scaled_gemm       y_MN = factor * (a_MC * scale_a) @ (b_NC * scale_b).T + bias_N + addend_MN
     scaled_gemm_into  out_MN (+)= (a_MC * scale_a) @ (b_NC * scale_b).T
-    gemm              y_MN = a_MC @ b_NC.T + bias_N
+    gemm              y_MN = factor * a_MC @ b_NC.T + bias_N + addend_MN
     gemm_into         out_MN (+)= a_MC @ b_NC.T
 
 Shape legend: M, N = axes of the result, C = contraction axis, the last one of both operands. Sums are in fp32 and are
-rounded once, bias and previous value included. Quantized operands are row-major and their C is padded with zeros to
-`CONTRACTION_ALIGNMENT`: Hopper's FP8 tensor cores take nothing else. High-precision operands may have any strides.
+rounded once, bias and previous value included. On CUDA an addend is part of that sum only in a high-precision GEMM
+without bias: elsewhere it is added to the rounded product in place, the bits of an add of its own.
+Quantized operands are row-major and their C is padded with zeros to `CONTRACTION_ALIGNMENT`: Hopper's FP8 tensor cores
+take nothing else. High-precision operands may have any strides.
 Source: torch._scaled_mm, torch.addmm (cuBLASLt).
 """
 
@@ -32,6 +34,8 @@ def scaled_gemm(
     scale_b: Tensor,
     bias_N: Tensor | None = None,
     *,
+    addend_MN: Tensor | None = None,
+    factor: float = 1.0,
     dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
@@ -43,6 +47,8 @@ def scaled_gemm(
         b_NC: `[N, C]` fp8, row-major.
         scale_b: fp32, one element; multiplies to dequantize `b_NC`.
         bias_N: `[N]`, added before the result is rounded (in `dtype`, if its own is wider); None: no bias.
+        addend_MN: `[M, N]` of a dtype that `dtype` holds, any strides; None: nothing is added.
+        factor: of the product, not of what is added.
         dtype: fp32 | bf16 | fp16, of the result.
         fast_accumulation: keep partial sums in the tensor core (about 14 bits) instead of adding them in fp32.
 
@@ -50,12 +56,12 @@ def scaled_gemm(
         y_MN: `[M, N]` `dtype`, row-major.
 
     Raises:
-        ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take; `bias_N` has
-            another length.
+        ValueError: an operand's shape, layout, alignment or dtype is not what the tensor cores take; `bias_N` or
+            `addend_MN` has another shape.
     """
     _check_scaled("scaled_gemm", a_MC, b_NC, dtype)
-    _check_bias("scaled_gemm", b_NC, bias_N)
-    return _scaled_gemm(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation)
+    _check_summands("scaled_gemm", a_MC, b_NC, bias_N, addend_MN)
+    return _scaled_gemm(a_MC, scale_a, b_NC, scale_b, bias_N, addend_MN, factor, dtype, fast_accumulation)
 
 
 def scaled_gemm_into(
@@ -83,28 +89,38 @@ def scaled_gemm_into(
         ValueError: as `scaled_gemm`; or `out_MN` has another shape.
     """
     _check_scaled("scaled_gemm_into", a_MC, b_NC, out_MN.dtype)
-    _check_out("scaled_gemm_into", a_MC, b_NC, out_MN)
+    _check_whole("scaled_gemm_into", a_MC, b_NC, "out_MN", out_MN)
     _scaled_gemm_into(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate)
 
 
-def gemm(a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+def gemm(
+    a_MC: Tensor,
+    b_NC: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    addend_MN: Tensor | None = None,
+    factor: float = 1.0,
+    dtype: torch.dtype,
+) -> Tensor:
     """Multiply two high-precision operands.
 
     Args:
         a_MC: `[M, C]`, any strides.
         b_NC: `[N, C]`, the dtype of `a_MC`, any strides.
         bias_N: `[N]`, added before the result is rounded (in `dtype`, if its own is wider); None: no bias.
+        addend_MN: as for `scaled_gemm`.
+        factor: as for `scaled_gemm`.
         dtype: dtype of the result.
 
     Returns:
         y_MN: `[M, N]` `dtype`, row-major.
 
     Raises:
-        ValueError: the operands or the bias don't fit each other.
+        ValueError: the operands, the bias or the addend don't fit each other.
     """
     _check_shapes("gemm", a_MC, b_NC)
-    _check_bias("gemm", b_NC, bias_N)
-    return _gemm(a_MC, b_NC, bias_N, dtype)
+    _check_summands("gemm", a_MC, b_NC, bias_N, addend_MN)
+    return _gemm(a_MC, b_NC, bias_N, addend_MN, factor, dtype)
 
 
 def gemm_into(a_MC: Tensor, b_NC: Tensor, out_MN: Tensor, *, accumulate: bool) -> None:
@@ -120,7 +136,7 @@ def gemm_into(a_MC: Tensor, b_NC: Tensor, out_MN: Tensor, *, accumulate: bool) -
         ValueError: the operands don't fit each other or `out_MN`.
     """
     _check_shapes("gemm_into", a_MC, b_NC)
-    _check_out("gemm_into", a_MC, b_NC, out_MN)
+    _check_whole("gemm_into", a_MC, b_NC, "out_MN", out_MN)
     _gemm_into(a_MC, b_NC, out_MN, accumulate)
 
 
@@ -143,14 +159,16 @@ def _check_scaled(op: str, a_MC: Tensor, b_NC: Tensor, dtype: torch.dtype) -> No
         fail(op, "the result must be fp32, bf16 or fp16", got=dtype)
 
 
-def _check_bias(op: str, b_NC: Tensor, bias_N: Tensor | None) -> None:
+def _check_summands(op: str, a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None, addend_MN: Tensor | None) -> None:
     if bias_N is not None and bias_N.shape != (b_NC.shape[0],):
         fail(op, "bias_N must have one element for each row of b_NC", got=tuple(bias_N.shape))
+    if addend_MN is not None:
+        _check_whole(op, a_MC, b_NC, "addend_MN", addend_MN)
 
 
-def _check_out(op: str, a_MC: Tensor, b_NC: Tensor, out_MN: Tensor) -> None:
-    if out_MN.shape != (a_MC.shape[0], b_NC.shape[0]):
-        fail(op, f"out_MN must be [{a_MC.shape[0]}, {b_NC.shape[0]}]", got=tuple(out_MN.shape))
+def _check_whole(op: str, a_MC: Tensor, b_NC: Tensor, name: str, x_MN: Tensor) -> None:
+    if x_MN.shape != (a_MC.shape[0], b_NC.shape[0]):
+        fail(op, f"{name} must be [{a_MC.shape[0]}, {b_NC.shape[0]}]", got=tuple(x_MN.shape))
 
 
 def _product_ref(a_MC: Tensor, b_NC: Tensor) -> Tensor:
@@ -159,20 +177,26 @@ def _product_ref(a_MC: Tensor, b_NC: Tensor) -> Tensor:
     return a_MC.to(wide) @ b_NC.to(wide).t()
 
 
-def _scaled_gemm_ref(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
-    y_MN = _product_ref(a_MC, b_NC) * (scale_a * scale_b)
-    return (y_MN if bias_N is None else y_MN + bias_N).to(dtype)
+def _sum_ref(y_MN, bias_N, addend_MN, dtype):
+    """Add in the dtype of `y_MN`, then round."""
+    for summand in (bias_N, addend_MN):
+        y_MN = y_MN if summand is None else y_MN + summand
+    return y_MN.to(dtype)
+
+
+def _scaled_gemm_ref(a_MC, scale_a, b_NC, scale_b, bias_N, addend_MN, factor, dtype, fast_accumulation):
+    y_MN = _product_ref(a_MC, b_NC) * (scale_a * factor * scale_b)
+    return _sum_ref(y_MN, bias_N, addend_MN, dtype)
 
 
 def _scaled_gemm_into_ref(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate):
     _store_ref(_product_ref(a_MC, b_NC) * (scale_a * scale_b), out_MN, accumulate)
 
 
-def _gemm_ref(a_MC, b_NC, bias_N, dtype):
-    if a_MC.dtype == dtype:
+def _gemm_ref(a_MC, b_NC, bias_N, addend_MN, factor, dtype):
+    if a_MC.dtype == dtype and addend_MN is None and factor == 1.0:
         return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
-    y_MN = _product_ref(a_MC, b_NC)
-    return (y_MN if bias_N is None else y_MN + bias_N).to(dtype)
+    return _sum_ref(_product_ref(a_MC, b_NC) * factor, bias_N, addend_MN, dtype)
 
 
 def _gemm_into_ref(a_MC, b_NC, out_MN, accumulate):
@@ -186,11 +210,10 @@ def _store_ref(y_MN, out_MN, accumulate):
         out_MN.copy_(y_MN)
 
 
-def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, addend_MN, factor, dtype, fast_accumulation):
     M, N = a_MC.shape[0], b_NC.shape[0]
     if M == 0 or N == 0 or a_MC.shape[1] == 0:
-        y_MN = torch.zeros(M, N, dtype=dtype, device=a_MC.device)
-        return y_MN if bias_N is None else y_MN + bias_N.to(dtype)
+        return _sum_ref(torch.zeros(M, N, dtype=dtype, device=a_MC.device), bias_N, addend_MN, dtype)
     padding = pad_contraction(N) - N
     if padding:  # cuBLASLt takes multiples of 16 only
         b_NC = F.pad(b_NC.view(torch.uint8), (0, 0, 0, padding)).view(b_NC.dtype)
@@ -199,7 +222,7 @@ def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumu
     y_MN = torch._scaled_mm(
         a_MC,
         b_NC.t(),
-        scale_a=scale_a,
+        scale_a=scale_a if factor == 1.0 else scale_a * factor,
         scale_b=scale_b,
         bias=bias_N.to(dtype) if epilogue else None,
         out_dtype=dtype,
@@ -207,35 +230,50 @@ def _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumu
     )
     if bias_N is not None and not epilogue:
         y_MN += bias_N
-    return y_MN[:, :N].contiguous() if padding else y_MN
+    y_MN = y_MN[:, :N].contiguous() if padding else y_MN
+    return y_MN if addend_MN is None else y_MN.add_(addend_MN)
 
 
 def _scaled_gemm_into_launch(a_MC, scale_a, b_NC, scale_b, out_MN, fast_accumulation, accumulate):
     dtype = torch.float32 if accumulate else out_MN.dtype
-    _store_ref(_scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, None, dtype, fast_accumulation), out_MN, accumulate)
+    y_MN = _scaled_gemm_launch(a_MC, scale_a, b_NC, scale_b, None, None, 1.0, dtype, fast_accumulation)
+    _store_ref(y_MN, out_MN, accumulate)
 
 
-def _gemm_launch(a_MC, b_NC, bias_N, dtype):
+def _gemm_launch(a_MC, b_NC, bias_N, addend_MN, factor, dtype):
     if max(a_MC.numel(), b_NC.numel()) > _INT32_MAX:
         a_MC = a_MC.contiguous()  # cuBLAS gives zeros for two transposed operands of this size (seen with CUDA 13.0)
     if a_MC.dtype == dtype:
-        return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
+        if addend_MN is None and factor == 1.0:
+            return F.linear(a_MC, b_NC, None if bias_N is None else bias_N.to(dtype))
+        return _addmm(a_MC, b_NC, bias_N, addend_MN, factor)
     if dtype == torch.float32:
         y_MN = torch.mm(a_MC, b_NC.t(), out_dtype=torch.float32)
-        return y_MN if bias_N is None else y_MN.add_(bias_N)
-    return _gemm_ref(a_MC, b_NC, bias_N, dtype)
+        y_MN = y_MN if factor == 1.0 else y_MN.mul_(factor)
+        y_MN = y_MN if bias_N is None else y_MN.add_(bias_N)
+        return y_MN if addend_MN is None else y_MN.add_(addend_MN)
+    return _gemm_ref(a_MC, b_NC, bias_N, addend_MN, factor, dtype)
+
+
+def _addmm(a_MC, b_NC, bias_N, addend_MN, factor):
+    """`torch.addmm` takes one summand; with two, the second is added to the rounded sum."""
+    first = addend_MN if bias_N is None else bias_N
+    if first is None:
+        return torch.addmm(a_MC.new_empty(1), a_MC, b_NC.t(), beta=0, alpha=factor)
+    y_MN = torch.addmm(first.to(a_MC.dtype), a_MC, b_NC.t(), alpha=factor)
+    return y_MN if addend_MN is None or bias_N is None else y_MN.add_(addend_MN)
 
 
 def _gemm_into_launch(a_MC, b_NC, out_MN, accumulate):
     wide = torch.promote_types(out_MN.dtype, torch.float32) if accumulate else out_MN.dtype
-    _store_ref(_gemm_launch(a_MC, b_NC, None, wide), out_MN, accumulate)
+    _store_ref(_gemm_launch(a_MC, b_NC, None, None, 1.0, wide), out_MN, accumulate)
 
 
-def _scaled_gemm_allocate(a_MC, scale_a, b_NC, scale_b, bias_N, dtype, fast_accumulation):
+def _scaled_gemm_allocate(a_MC, scale_a, b_NC, scale_b, bias_N, addend_MN, factor, dtype, fast_accumulation):
     return a_MC.new_empty(a_MC.shape[0], b_NC.shape[0], dtype=dtype)
 
 
-def _gemm_allocate(a_MC, b_NC, bias_N, dtype):
+def _gemm_allocate(a_MC, b_NC, bias_N, addend_MN, factor, dtype):
     return a_MC.new_empty(a_MC.shape[0], b_NC.shape[0], dtype=dtype)
 
 
@@ -244,8 +282,8 @@ def _nothing(*args: object) -> None:
 
 
 _scaled_gemm = register(
-    "scaled_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType dtype, bool fast)"
-    " -> Tensor",
+    "scaled_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, Tensor? addend, float factor,"
+    " ScalarType dtype, bool fast) -> Tensor",
     ref=_scaled_gemm_ref,
     launch=_scaled_gemm_launch,
     allocate=_scaled_gemm_allocate,
@@ -258,7 +296,7 @@ _scaled_gemm_into = register(
     allocate=_nothing,
 )
 _gemm = register(
-    "gemm(Tensor a, Tensor b, Tensor? bias, ScalarType dtype) -> Tensor",
+    "gemm(Tensor a, Tensor b, Tensor? bias, Tensor? addend, float factor, ScalarType dtype) -> Tensor",
     ref=_gemm_ref,
     launch=_gemm_launch,
     allocate=_gemm_allocate,

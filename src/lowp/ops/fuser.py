@@ -129,9 +129,10 @@ class OperationFuser:
         autocast_dtype: torch.dtype | None,
         grads: bool,
     ) -> Call:
-        dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe)
-        counts = [len(op.parameter_names) for op in self.basic_ops]
         extra_counts = [op.num_extra_inputs for op in self.basic_ops]
+        extra_dtypes = split_groups([tensor.dtype for tensor in extra_inputs], extra_counts)
+        dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe, extra_dtypes)
+        counts = [len(op.parameter_names) for op in self.basic_ops]
         own = split_groups([grads and parameter.requires_grad for parameter in parameters], counts)
         extra = split_groups([grads and tensor.requires_grad for tensor in extra_inputs], extra_counts)
         wanted = grads and input_.requires_grad
@@ -149,20 +150,30 @@ class OperationFuser:
             tuple(input_requires_grad),
             tuple(requires_grad),
             tuple(own),
+            tuple(extra),
             [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
             (Replays(), Replays()) if basic_op_kwargs is None and _can_be_replayed(plan) else None,
         )
 
     def plan(
-        self, dtype: torch.dtype, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+        self,
+        dtype: torch.dtype,
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        extra_dtypes: list[tuple[torch.dtype, ...]] | None = None,
     ) -> tuple[tuple[torch.dtype, ...], Plan]:
-        """Each operation's input dtype, and the plan."""
-        dtypes = []
-        for op in self.basic_ops:
+        """Each operation's input dtype, and the plan; extra inputs of unknown dtype have that of the input."""
+        dtypes: list[torch.dtype] = []
+        extra: list[tuple[torch.dtype, ...]] = []
+        for index in range(len(self.basic_ops)):
+            op = self.basic_ops[index]
             dtypes.append(dtype)
-            dtype = op.output_dtype(dtype, autocast_dtype)
+            extra.append((dtype,) * op.num_extra_inputs if extra_dtypes is None else extra_dtypes[index])
+            dtype = op.output_dtype(dtype, autocast_dtype, extra[index])
         compiling = torch.compiler.is_compiling()
-        return tuple(dtypes), make_plan(self.basic_ops, self.fusions, tuple(dtypes), autocast_dtype, recipe, compiling)
+        return tuple(dtypes), make_plan(
+            self.basic_ops, self.fusions, tuple(dtypes), tuple(extra), autocast_dtype, recipe, compiling
+        )
 
     def _run(self, call: Call, tensors: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():

@@ -23,6 +23,8 @@ class LinearForwardArgs:
         input: `[..., K]`.
         weight: `[N, K]`.
         bias: `[N]`, added in the GEMM's epilogue.
+        addend: `[..., N]`, added in the GEMM's epilogue.
+        factor: of the product, not of what is added.
         group: the tensor-parallel group.
         parallel_mode: as in `Parallel`.
         sequence_parallel: as in `Parallel`.
@@ -45,6 +47,8 @@ class LinearForwardArgs:
     fast_accumulation: bool
     keep_column: bool
     keep_row: bool
+    addend: Tensor | None = None
+    factor: float = 1.0
 
     @property
     def parallel(self) -> Parallel:
@@ -57,7 +61,7 @@ class LinearBackwardArgs:
     """Arguments of dgrad and wgrad.
 
     Attributes:
-        grad_output: `[..., N]`.
+        grad_output: `[..., N]`; None: only an extra output before the layer was used.
         input: what forward kept of the input; None: wgrad doesn't run.
         weight: `[N, K]`.
         weight_statistics: of the weight's quantizer, from forward.
@@ -72,9 +76,11 @@ class LinearBackwardArgs:
         input_requires_grad, weight_requires_grad: whether dgrad and wgrad run.
         accumulate: add to `main_grad` instead of overwriting it.
         placeholder_grad: in eager mode, return a weight gradient of undefined content.
+        addend: `[..., K]`, added in the epilogue of dgrad.
+        factor: of dgrad's product, not of what is added.
     """
 
-    grad_output: Tensor | Quantized
+    grad_output: Tensor | Quantized | None
     input: Tensor | Quantized | None
     weight: Tensor
     weight_statistics: Tensor | None
@@ -94,6 +100,8 @@ class LinearBackwardArgs:
     weight_requires_grad: bool
     accumulate: bool
     placeholder_grad: bool
+    addend: Tensor | None = None
+    factor: float = 1.0
 
     @property
     def parallel(self) -> Parallel:

@@ -8,7 +8,7 @@ first and fp8 bytes travel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def _reduced(y_MN: Tensor, parallel: Parallel, mode: ParallelMode) -> Pending:
 
 
 def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`y = x @ w.T + bias`.
+    """`y = factor * x @ w.T + bias + addend`.
 
     Returns:
         y: `[..., N]`.
@@ -68,18 +68,20 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
     x, parallel = args.input, args.parallel
     leading = x.row[0].shape[:-1] if isinstance(x, Quantized) else x.shape[:-1]
     aux: tuple[Tensor, ...] = ()
+    addend_MN = None if args.addend is None else as_matrix(args.addend)
+    epilogue: dict[str, Any] = {"addend_MN": addend_MN, "factor": args.factor, "dtype": args.dtype}
     if args.weight_quantizer is None:
         assert isinstance(x, Tensor)
         x_MK = as_matrix(x).to(args.dtype)
         gathering = all_gather(x_MK, parallel.group if parallel.gathers("column") else None)
         w_NK = args.weight.to(args.dtype)
-        y_MN = gemm(gathering.wait(), w_NK, args.bias, dtype=args.dtype)
+        y_MN = gemm(gathering.wait(), w_NK, args.bias, **epilogue)
     else:
         wait_for_input = _start_input(args)
         statistics = measure(args.weight, args.weight_quantizer)
         w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
         operand, aux = wait_for_input()
-        y_MN = scaled_gemm(*operand.row, *w.row, args.bias, dtype=args.dtype, fast_accumulation=args.fast_accumulation)
+        y_MN = scaled_gemm(*operand.row, *w.row, args.bias, fast_accumulation=args.fast_accumulation, **epilogue)
         aux = (*aux, *(() if statistics is None else (statistics,)))
     y_MN = _reduced(y_MN, parallel, "row").wait()
     return with_leading(y_MN, parallel.output_leading(leading)), aux
@@ -118,6 +120,7 @@ def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
         A function that waits and gives it as `[M, N]`, quantized where the recipe says so.
     """
     dy = args.grad_output
+    assert dy is not None
     if isinstance(dy, Quantized):
         flat = dy if dy.row_data is None else dy._replace(row_data=as_matrix(dy.row_data))
         return lambda: flat
@@ -155,13 +158,15 @@ def dgrad_weight(args: LinearBackwardArgs) -> Tensor | Quantized:
 
 
 def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantized) -> Pending:
-    """`dx = dy @ w`, `[M, K]`; its reduction has started, and wgrad runs meanwhile."""
+    """`dx = factor * dy @ w + addend`, `[M, K]`; its reduction has started, and wgrad runs meanwhile."""
+    addend_MK = None if args.addend is None else as_matrix(args.addend)
+    epilogue: dict[str, Any] = {"addend_MN": addend_MK, "factor": args.factor, "dtype": args.input_dtype}
     if isinstance(w, Quantized):
         assert isinstance(dy, Quantized)
-        dx_MK = scaled_gemm(*dy.row, *w.column, dtype=args.input_dtype, fast_accumulation=args.fast_dgrad)
+        dx_MK = scaled_gemm(*dy.row, *w.column, fast_accumulation=args.fast_dgrad, **epilogue)
     else:
         assert isinstance(dy, Tensor)
-        dx_MK = gemm(dy, w.t(), dtype=args.input_dtype)
+        dx_MK = gemm(dy, w.t(), **epilogue)
     return _reduced(dx_MK, args.parallel, "column")
 
 

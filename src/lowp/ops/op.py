@@ -33,6 +33,7 @@ class OperationContext:
         requires_grad: whether the operation's backward will run.
         parameters: of the operation, in the order of `parameter_names`, while forward runs.
         parameters_require_grad: whether each parameter's gradient is wanted.
+        extra_inputs_require_grad: whether each extra input's gradient is wanted.
     """
 
     recipe: Recipe | None
@@ -42,6 +43,7 @@ class OperationContext:
     requires_grad: bool
     parameters: tuple[Tensor, ...]
     parameters_require_grad: tuple[bool, ...]
+    extra_inputs_require_grad: tuple[bool, ...]
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()
@@ -77,6 +79,7 @@ class FusibleOperation(nn.Module):
             output and of each extra output, in this order; each of them may be None.
         grad_input_is_grad_output: backward passes the gradient through where `backward_compute` gives none.
         output_is_input: forward passes the input through where `forward_compute` gives none.
+        extra_output_is_input: likewise, the extra outputs. What others would hold too is copied.
         is_view: the output is a view of the input.
         parameter_names: the parameters, in the order of their gradients.
         num_extra_inputs, num_extra_outputs: tensors besides input and output.
@@ -89,6 +92,7 @@ class FusibleOperation(nn.Module):
     bwd_args_type: ClassVar[type | None] = None
     grad_input_is_grad_output: ClassVar[bool] = False
     output_is_input: ClassVar[bool] = False
+    extra_output_is_input: ClassVar[bool] = False
     is_view: ClassVar[bool] = False
     parameter_names: ClassVar[tuple[str, ...]] = ()
     num_extra_inputs: ClassVar[int] = 0
@@ -176,8 +180,10 @@ class FusibleOperation(nn.Module):
         """Why this direction can't be compiled; None: it can."""
         return None
 
-    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
-        """The output's dtype, before quantization."""
+    def output_dtype(
+        self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()
+    ) -> torch.dtype:
+        """The output's dtype, before quantization, from the dtypes of the input and of the extra inputs."""
         return input_dtype
 
     def input_request(self, ctx: OperationContext) -> QuantizeRequest | None:

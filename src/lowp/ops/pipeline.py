@@ -29,6 +29,7 @@ class Call(NamedTuple):
         input_requires_grad: for each operation, whether its input's gradient is wanted.
         requires_grad: for each operation, whether its backward will run.
         parameters_require_grad: for each operation and parameter, whether its gradient is wanted.
+        extra_inputs_require_grad: for each operation and extra input, likewise.
         kwargs: each operation's keyword arguments.
         replays: what is known of the two passes, forward first; None: they are not replayed.
     """
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     input_requires_grad: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     parameters_require_grad: tuple[tuple[bool, ...], ...]
+    extra_inputs_require_grad: tuple[tuple[bool, ...], ...]
     kwargs: list[dict[str, Any]]
     replays: tuple[Replays, Replays] | None
 
@@ -86,7 +88,7 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
     ctxs = _contexts(call, split_groups(tensors, counts))
     extra_inputs = split_groups(tensors[sum(counts) :], [op.num_extra_inputs for op in call.basic_ops])
     extra_outputs: list[Tensor] = []
-    fresh = False
+    fresh = False  # whether `input_` is a tensor that this call made and that nobody else holds
     for op, start, stop in call.plan.forward:
         args = op.pack_forward_args(
             ctxs[start:stop],
@@ -101,10 +103,15 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
             next_op_input_quantizer=call.basic_ops[stop].input_request(ctxs[stop]) if stop < len(ctxs) else None,
         )
         output, extra, aux = compute(op, "forward", args)
-        if output is not None or not op.output_is_input:
-            input_, fresh = output, True
         for outputs in extra:
-            extra_outputs.extend(outputs)
+            for tensor in outputs:
+                if tensor is None and op.extra_output_is_input:
+                    extra_outputs.append(input_ if fresh else input_.clone())
+                    fresh = False
+                else:
+                    extra_outputs.append(tensor)
+        if output is not None or not op.output_is_input:
+            input_, fresh = output, fresh or not op.is_view
         if call.requires_grad[stop - 1]:
             op.forward_setup_context(ctxs[start:stop], args, aux)
     for ctx in ctxs:
@@ -127,6 +134,7 @@ def _contexts(call: Call, parameters: list[tuple[Tensor, ...]]) -> list[Operatio
         ctx.requires_grad = call.requires_grad[index]
         ctx.parameters = parameters[index]
         ctx.parameters_require_grad = call.parameters_require_grad[index]
+        ctx.extra_inputs_require_grad = call.extra_inputs_require_grad[index]
         ctxs.append(ctx)
     return ctxs
 
@@ -150,7 +158,12 @@ class Pipeline(torch.autograd.Function):
         ctx.save_for_backward(*[tensor for group in saved for tensor in group])
         ctx.saved_counts = [len(group) for group in saved]
         ctx.call = call
-        return (output, *extra_outputs) if extra_outputs else output
+        if not extra_outputs:
+            return output
+        groups = split_groups(extra_outputs, [op.num_extra_outputs for op in call.basic_ops])
+        inert = [group for group, wanted in zip(groups, call.requires_grad, strict=True) if not wanted]
+        ctx.mark_non_differentiable(*[tensor for group in inert for tensor in group])
+        return (output, *extra_outputs)
 
     @staticmethod
     @once_differentiable

@@ -46,12 +46,14 @@ class Window(NamedTuple):
         dtype: of the first one's input.
         autocast_dtype: the dtype that torch.autocast asks for; None: it is off.
         recipe: the recipe in force; None: high precision.
+        extra_dtypes: for each operation, the dtypes of its extra inputs.
     """
 
     ops: tuple[Any, ...]
     dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     recipe: Recipe | None
+    extra_dtypes: tuple[tuple[torch.dtype, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def make_plan(
     basic_ops: tuple[BasicOperation, ...],
     fusions: tuple[Candidate, ...],
     dtypes: tuple[torch.dtype, ...],
+    extra_dtypes: tuple[tuple[torch.dtype, ...], ...],
     autocast_dtype: torch.dtype | None,
     recipe: Recipe | None,
     compiling: bool,
@@ -143,6 +146,7 @@ def make_plan(
         basic_ops: the pipeline.
         fusions: `candidates(basic_ops)`.
         dtypes: each basic operation's input dtype.
+        extra_dtypes: those of its extra inputs.
         autocast_dtype: as in `Window`.
         recipe: as in `Window`.
         compiling: leave out fusions that can't be compiled.
@@ -160,12 +164,13 @@ def make_plan(
             for fusion in fusions:
                 if fusion.rule.direction != direction or fusion.start != start:
                     continue
-                window = Window(fusion.op.basic_ops, dtypes[start], autocast_dtype, recipe)
+                stop = start + len(fusion.op.basic_ops)
+                window = Window(fusion.op.basic_ops, dtypes[start], autocast_dtype, recipe, extra_dtypes[start:stop])
                 reason = fusion.rule.condition(window)
                 if reason is None and compiling:
                     reason = fusion.op.compile_unsupported_reason(direction)
                 if reason is None:
-                    step = Step(fusion.op, start, start + len(fusion.op.basic_ops))
+                    step = Step(fusion.op, start, stop)
                     break
                 declined.append(f"{direction:9}without {type(fusion.op).__name__}[{start}]: {reason}")
             steps.append(step)

@@ -137,7 +137,9 @@ class BasicLinear(BasicOperation):
         mode = f", tensor_parallel_mode={self.tensor_parallel_mode!r}" if self.tensor_parallel_mode else ""
         return f"in_features={self.in_features}, out_features={self.out_features}{mode}"
 
-    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    def output_dtype(
+        self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()
+    ) -> torch.dtype:
         """torch.autocast's dtype where it is on, else the input's."""
         return autocast_dtype or input_dtype
 
@@ -161,9 +163,16 @@ class BasicLinear(BasicOperation):
         self, basic_op_ctxs: list[OperationContext], input_: Tensor | Quantized, **_: Any
     ) -> LinearForwardArgs:
         """The arguments of fprop without bias."""
-        return self.pack_linear(basic_op_ctxs[0], input_, None)
+        return self.pack_linear(basic_op_ctxs[0], input_)
 
-    def pack_linear(self, ctx: OperationContext, input_: Tensor | Quantized, bias: Tensor | None) -> LinearForwardArgs:
+    def pack_linear(
+        self,
+        ctx: OperationContext,
+        input_: Tensor | Quantized,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> LinearForwardArgs:
         """The arguments of fprop; for fusions too."""
         parallel, recipe = self.parallel, ctx.recipe
         if isinstance(input_, Tensor):
@@ -192,6 +201,8 @@ class BasicLinear(BasicOperation):
             keep_row=wgrad
             and recipe is not None
             and (override == "dequantized" or (override is None and not by_column)),
+            addend=addend,
+            factor=factor,
         )
 
     @classmethod
@@ -244,7 +255,16 @@ class BasicLinear(BasicOperation):
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor | Quantized, **_: Any
     ) -> LinearBackwardArgs:
         """The arguments of dgrad and wgrad."""
-        ctx = basic_op_ctxs[0]
+        return self.pack_linear_grad(basic_op_ctxs[0], grad_output)
+
+    def pack_linear_grad(
+        self,
+        ctx: BackwardContext,
+        grad_output: Tensor | Quantized | None,
+        addend: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> LinearBackwardArgs:
+        """The arguments of dgrad and wgrad; for fusions too."""
         recipe = ctx.recipe
         override = None if recipe is None else recipe.backward_override
         original, kept, kept_scale, weight, statistics = ctx.saved_tensors
@@ -277,6 +297,8 @@ class BasicLinear(BasicOperation):
             placeholder_grad=(
                 self.placeholder_grad and ctx.main_grad is not None and not torch.compiler.is_compiling()
             ),
+            addend=addend,
+            factor=factor,
         )
 
     @classmethod
@@ -293,7 +315,7 @@ class BasicLinear(BasicOperation):
         del wait_for_grad  # it holds the operand's row copy, which is released below
         grad_input = None if weight is None else gemms.dgrad(args, grad_output, weight)
         if isinstance(grad_output, Quantized) and not in_custom_op:
-            args.grad_output = None  # type: ignore[assignment]
+            args.grad_output = None
             grad_output = grad_output._replace(row_data=None)  # dgrad is done: its memory is free for wgrad
         grad_weight = gemms.wgrad(args, grad_output, gathered) if args.weight_requires_grad else None
         if args.placeholder_grad and not in_custom_op:

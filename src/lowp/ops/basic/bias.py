@@ -21,6 +21,7 @@ from lowp.distributed.sharding import Sharding
 from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
+from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
@@ -108,7 +109,9 @@ class Bias(BasicOperation):
         """For `print`."""
         return f"size={self.size}"
 
-    def output_dtype(self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    def output_dtype(
+        self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()
+    ) -> torch.dtype:
         """As torch promotes the input's and the bias's."""
         if not self.promotes:
             return input_dtype
@@ -136,7 +139,7 @@ class Bias(BasicOperation):
     def forward_compute(cls, args: BiasForwardArgs, *, in_custom_op: bool = False) -> Any:
         """The sum."""
         bias = args.bias if args.promotes else args.bias.to(args.input.dtype)
-        return args.input + bias, ((),), ()
+        return add(args.input, bias), ((),), ()
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any
