@@ -212,6 +212,7 @@ class _Ambient:
         self.recipe: Recipe | None = None
         self.amax_reduction_group: Any = None
         self.entered = False
+        self.was_entered = False
 
 
 _AMBIENT = _Ambient()
@@ -241,7 +242,7 @@ class autocast:  # noqa: N801  a context manager named as torch.autocast is
     def __enter__(self) -> autocast:
         self._outer.append((_AMBIENT.recipe, _AMBIENT.amax_reduction_group, _AMBIENT.entered))
         _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self.recipe, self.amax_reduction_group
-        _AMBIENT.entered = True
+        _AMBIENT.entered = _AMBIENT.was_entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -259,6 +260,11 @@ def current_recipe() -> Recipe | None:
 def autocast_is_entered() -> bool:
     """Whether an `autocast` is entered, a disabled one included."""
     return _AMBIENT.entered
+
+
+def autocast_was_entered() -> bool:
+    """Whether an `autocast` has ever been entered."""
+    return _AMBIENT.was_entered
 
 
 def current_amax_reduction_group() -> Any:
