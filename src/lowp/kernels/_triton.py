@@ -14,11 +14,16 @@ try:
     import triton.language as tl
 
     jit: Any = triton.jit
+    constexpr: Any = tl.constexpr
 except ImportError:
 
     def jit(kernel: Any) -> Any:
         """Leave the kernel as it is: nothing can launch it."""
         return kernel
+
+    def constexpr(value: Any) -> Any:
+        """Leave the value as it is."""
+        return value
 
     triton = tl = None
 
@@ -74,4 +79,4 @@ def _specialized(arg: Any) -> Any:
 
 _INT32_MAX = 2**31 - 1
 
-__all__ = ["cdiv", "jit", "launch", "tl", "triton"]
+__all__ = ["cdiv", "constexpr", "jit", "launch", "tl", "triton"]
