@@ -25,7 +25,7 @@ from lowp.kernels.activations import (
     activation_ref,
     complete_params,
 )
-from lowp.kernels.sources import Kernel, Source, SourceSpec, check_matrix
+from lowp.kernels.sources import Kernel, Source, SourceSpec, Tensors, check_count, check_matrix, rounded, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,6 @@ class _OfActivation(SourceSpec):
         """Whether the activation has a gate."""
         return self.entry.gate is not None
 
-    @property
-    def flat(self) -> bool:
-        """Whether it is not gated."""
-        return not self.gated
-
     def check_input(self, op: str, x_MX: Tensor) -> None:
         """Raise unless it is a matrix of two halves, if need be."""
         check_matrix(op, "x_MX", x_MX)
@@ -87,22 +82,21 @@ class Activated(_OfActivation):
     Tensors: `x_MX` bf16 | fp16 | fp32, any strides.
     """
 
-    def check(self, op: str, tensors: tuple[Tensor, ...]) -> None:
+    def check(self, op: str, tensors: Tensors) -> None:
         """Raise unless it is a matrix of two halves, if need be."""
-        if len(tensors) != 1:
-            fail(op, "this source is made of 1 tensor", got=len(tensors))
+        check_count(op, tensors, 1)
         self.check_input(op, tensors[0])
 
-    def shape(self, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    def shape(self, tensors: Tensors) -> tuple[int, int]:
         """M and K."""
         M, X = tensors[0].shape
         return M, X // 2 if self.gated else X
 
-    def produce_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def produce_ref(self, tensors: Tensors) -> Tensor:
         """The formula in fp32."""
         return activation_ref(tensors[0].float(), self.activation, tuple(self.params.values())).to(self.dtype)
 
-    def kernel(self, tensors: tuple[Tensor, ...]) -> Kernel:
+    def kernel(self, tensors: Tensors) -> Kernel:
         """One load, or one of each half."""
         return self.kernel_of(load_activated, matrix_operands(tensors[0], self.gated))
 
@@ -119,10 +113,9 @@ class ActivationGradient(_OfActivation):
         """2 where the activation is gated."""
         return 1 + self.gated
 
-    def check(self, op: str, tensors: tuple[Tensor, ...]) -> None:
+    def check(self, op: str, tensors: Tensors) -> None:
         """Raise unless both are matrices that fit each other."""
-        if len(tensors) != 2:
-            fail(op, "this source is made of 2 tensors", got=len(tensors))
+        check_count(op, tensors, 2)
         dy_MK, x_MX = tensors
         self.check_input(op, x_MX)
         check_matrix(op, "dy_MK", dy_MK)
@@ -130,18 +123,18 @@ class ActivationGradient(_OfActivation):
         if dy_MK.shape != expected:
             fail(op, f"dy_MK must be {expected}, the shape after {self.activation}", got=tuple(dy_MK.shape))
 
-    def shape(self, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    def shape(self, tensors: Tensors) -> tuple[int, int]:
         """M and X."""
         M, X = tensors[1].shape
         return M, X
 
-    def produce_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def produce_ref(self, tensors: Tensors) -> Tensor:
         """The formula in fp32."""
         dy_MK, x_MX = tensors
         params = tuple(self.params.values())
         return activation_gradient_ref(dy_MK.float(), x_MX.float(), self.activation, params).to(self.dtype)
 
-    def kernel(self, tensors: tuple[Tensor, ...]) -> Kernel:
+    def kernel(self, tensors: Tensors) -> Kernel:
         """The load of the output's gradient beside those of the input."""
         dy_MK, x_MX = tensors
         operands = (dy_MK, *dy_MK.stride(), *matrix_operands(x_MX, self.gated))
@@ -217,13 +210,13 @@ def load_activated(
     x_ptr, stride_m, stride_k, second = operands
     present = (m < M) & (k < K)
     x_pointers = x_ptr + m * stride_m + k * stride_k
-    a = tl.load(x_pointers, mask=present, other=0.0).to(tl.float32)
+    a = widened(tl.load(x_pointers, mask=present, other=0.0))
     y, _ = FUNCTION(a, PARAMS)
     if GATE is not None:
-        b = tl.load(x_pointers + second, mask=present, other=0.0).to(tl.float32)
+        b = widened(tl.load(x_pointers + second, mask=present, other=0.0))
         gate, _ = GATE(b, PARAMS)
         y = y * gate
-    return (y.to(DTYPE),)
+    return (rounded(y, DTYPE),)
 
 
 @jit
@@ -242,12 +235,12 @@ def load_activation_gradient(
     dy_ptr, dy_stride_m, dy_stride_k, x_ptr, stride_m, stride_k, second = operands
     present = (m < M) & (k < K)
     x_pointers = x_ptr + m * stride_m + k * stride_k
-    dy = tl.load(dy_ptr + m * dy_stride_m + k * dy_stride_k, mask=present, other=0.0).to(tl.float32)
-    a = tl.load(x_pointers, mask=present, other=0.0).to(tl.float32)
+    dy = widened(tl.load(dy_ptr + m * dy_stride_m + k * dy_stride_k, mask=present, other=0.0))
+    a = widened(tl.load(x_pointers, mask=present, other=0.0))
     value, slope = FUNCTION(a, PARAMS)
     if GATE is None:
-        return ((dy * slope).to(DTYPE),)
+        return (rounded(dy * slope, DTYPE),)
     else:
-        b = tl.load(x_pointers + second, mask=present, other=0.0).to(tl.float32)
+        b = widened(tl.load(x_pointers + second, mask=present, other=0.0))
         gate, gate_slope = GATE(b, PARAMS)
-        return ((dy * gate * slope).to(DTYPE), (dy * value * gate_slope).to(DTYPE))
+        return (rounded(dy * gate * slope, DTYPE), rounded(dy * value * gate_slope, DTYPE))

@@ -35,33 +35,35 @@ class Function(NamedTuple):
 # ---- sigmoid
 
 
-def _sigmoid_ref(z: Tensor) -> tuple[Tensor, Tensor]:
-    """`sigmoid(z)` and `1 - sigmoid(z)`."""
-    e = torch.exp(-z.abs())
-    larger = (1.0 + e).reciprocal()
-    smaller = e * larger
-    return torch.where(z >= 0, larger, smaller), torch.where(z >= 0, smaller, larger)
+_LOG2E = constexpr(math.log2(math.e))
 
 
 @jit
-def _sigmoid(z):
-    """`sigmoid(z)` and `1 - sigmoid(z)`."""
-    e = tl.exp(-tl.abs(z))
-    larger = tl.div_rn(1.0, 1.0 + e)
-    smaller = e * larger
-    return tl.where(z >= 0, larger, smaller), tl.where(z >= 0, smaller, larger)
+def sigmoid_of(t):
+    """`1 / (1 + 2^t)`, which is `sigmoid(z)` for `t = -z log2(e)`: by these instructions, whatever surrounds them.
+
+    Off by a few units in the last place. Below 2^-126 it is 0: the one place where subnormals are not kept.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.rn.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}",
+        "=f,f",
+        [t],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
-def _sigmoid_slope_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+def _sigmoid_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     """`sigmoid(a)`."""
-    s, complement = _sigmoid_ref(a)
-    return s, s * complement
+    s = torch.sigmoid(a)
+    return s, s * (1.0 - s)
 
 
 @jit
-def _sigmoid_slope(a, PARAMS: tl.constexpr):
-    s, complement = _sigmoid(a)
-    return s, s * complement
+def _sigmoid(a, PARAMS: tl.constexpr):
+    s = sigmoid_of(a * -_LOG2E)
+    return s, s * (1.0 - s)
 
 
 # ---- gelu, qgelu, silu: a sigmoid(z(a))
@@ -78,45 +80,45 @@ _GELU_SQUARE = constexpr(_LARGEST_SQUARE)
 def _gelu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     """`a sigmoid(2 u)`, which is `0.5 a (1 + tanh(u))`, with `u = sqrt(2 / pi) (a + 0.044715 a^3)`."""
     squared = a * a
-    s, complement = _sigmoid_ref(a * (_C1 + _C3 * squared))
+    s = torch.sigmoid(a * (_C1 + _C3 * squared))
     value = a * s
-    return value, s + value * complement * (_C1 + 3.0 * _C3 * squared.clamp(max=_LARGEST_SQUARE))
-
-
-def _qgelu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-    """`a sigmoid(1.702 a)`."""
-    s, complement = _sigmoid_ref(1.702 * a)
-    value = a * s
-    return value, s + value * complement * 1.702
-
-
-def _silu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-    """`a sigmoid(a)`."""
-    s, complement = _sigmoid_ref(a)
-    value = a * s
-    return value, s + value * complement
+    return value, s + value * (1.0 - s) * (_C1 + 3.0 * _C3 * squared.clamp(max=_LARGEST_SQUARE))
 
 
 @jit
 def _gelu(a, PARAMS: tl.constexpr):
     squared = a * a
-    s, complement = _sigmoid(a * (_GELU_1 + _GELU_3 * squared))
+    s = sigmoid_of(a * tl.fma(squared, -_LOG2E * _GELU_3, -_LOG2E * _GELU_1))
     value = a * s
-    return value, s + value * complement * (_GELU_1 + _GELU_9 * tl.minimum(squared, _GELU_SQUARE))
+    return value, tl.fma(value * (1.0 - s), tl.fma(tl.minimum(squared, _GELU_SQUARE), _GELU_9, _GELU_1), s)
+
+
+def _qgelu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    """`a sigmoid(1.702 a)`."""
+    s = torch.sigmoid(1.702 * a)
+    value = a * s
+    return value, s + value * (1.0 - s) * 1.702
 
 
 @jit
 def _qgelu(a, PARAMS: tl.constexpr):
-    s, complement = _sigmoid(1.702 * a)
+    s = sigmoid_of(a * (-1.702 * _LOG2E))
     value = a * s
-    return value, s + value * complement * 1.702
+    return value, tl.fma(value * (1.0 - s), 1.702, s)
+
+
+def _silu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    """`a sigmoid(a)`."""
+    s = torch.sigmoid(a)
+    value = a * s
+    return value, s + value * (1.0 - s)
 
 
 @jit
 def _silu(a, PARAMS: tl.constexpr):
-    s, complement = _sigmoid(a)
+    s = sigmoid_of(a * -_LOG2E)
     value = a * s
-    return value, s + value * complement
+    return value, tl.fma(value, 1.0 - s, s)
 
 
 # ---- relu, srelu
@@ -151,9 +153,9 @@ def _clamped_silu_ref(a: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     """`c sigmoid(alpha c)` with `c = min(a, limit)`."""
     limit, alpha, _ = params
     clamped = a.clamp(max=limit)
-    s, complement = _sigmoid_ref(alpha * clamped)
+    s = torch.sigmoid(alpha * clamped)
     value = clamped * s
-    return value, torch.where(a <= limit, s + value * complement * alpha, 0.0)
+    return value, torch.where(a <= limit, s + value * (1.0 - s) * alpha, 0.0)
 
 
 def _clamped_linear_ref(b: Tensor, params: Params) -> tuple[Tensor, Tensor]:
@@ -167,9 +169,9 @@ def _clamped_silu(a, PARAMS: tl.constexpr):
     limit: tl.constexpr = PARAMS[0]
     alpha: tl.constexpr = PARAMS[1]
     clamped = tl.where(a > limit, limit, a)
-    s, complement = _sigmoid(alpha * clamped)
+    s = sigmoid_of(clamped * (-alpha * _LOG2E))
     value = clamped * s
-    return value, tl.where(a <= limit, s + value * complement * alpha, 0.0)
+    return value, tl.where(a <= limit, tl.fma(value * (1.0 - s), alpha, s), 0.0)
 
 
 @jit
@@ -193,7 +195,7 @@ def _identity(b, PARAMS: tl.constexpr):
     return b, 1.0
 
 
-SIGMOID = Function(_sigmoid_slope_ref, _sigmoid_slope)
+SIGMOID = Function(_sigmoid_ref, _sigmoid)
 GELU = Function(_gelu_ref, _gelu)
 QGELU = Function(_qgelu_ref, _qgelu)
 SILU = Function(_silu_ref, _silu)

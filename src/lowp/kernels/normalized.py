@@ -18,7 +18,7 @@ from torch import Tensor
 from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import jit, tl
-from lowp.kernels.sources import Kernel, Source, SourceSpec, check_matrix
+from lowp.kernels.sources import Kernel, Source, SourceSpec, Tensors, check_count, check_matrix, rounded, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Normalized(SourceSpec):
     bias: bool = False
     zero_centered: bool = False
 
-    def split(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    def split(self, tensors: Tensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
         """`x_MK, mean_M, rstd_M, w_K, b_K`, None for what is not there."""
         rest = iter(tensors)
         x_MK = next(rest)
@@ -50,11 +50,9 @@ class Normalized(SourceSpec):
         rstd_M = next(rest)
         return x_MK, mean_M, rstd_M, next(rest) if self.weight else None, next(rest) if self.bias else None
 
-    def check(self, op: str, tensors: tuple[Tensor, ...]) -> None:
+    def check(self, op: str, tensors: Tensors) -> None:
         """Raise unless statistics and parameters fit the matrix."""
-        expected = 2 + self.mean + self.weight + self.bias
-        if len(tensors) != expected:
-            fail(op, f"this normalized source is made of {expected} tensors", got=len(tensors))
+        check_count(op, tensors, 2 + self.mean + self.weight + self.bias)
         x_MK, mean_M, rstd_M, w_K, b_K = self.split(tensors)
         check_matrix(op, "x_MK", x_MK)
         for name, statistic in (("mean_M", mean_M), ("rstd_M", rstd_M)):
@@ -72,17 +70,17 @@ class Normalized(SourceSpec):
             if parameter.dtype not in HIGH_PRECISION:
                 fail(op, f"{name} must be one of {HIGH_PRECISION}", got=parameter.dtype, error=TypeError)
 
-    def shape(self, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    def shape(self, tensors: Tensors) -> tuple[int, int]:
         """That of `x_MK`."""
         M, K = tensors[0].shape
         return M, K
 
-    def produce_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def produce_ref(self, tensors: Tensors) -> Tensor:
         """The formula, in fp32."""
         x_MK, mean_M, rstd_M, w_K, b_K = self.split(tensors)
         return normalize_ref(x_MK.float(), mean_M, rstd_M, w_K, b_K, self.zero_centered).to(self.dtype)
 
-    def kernel(self, tensors: tuple[Tensor, ...]) -> Kernel:
+    def kernel(self, tensors: Tensors) -> Kernel:
         """One load of the matrix beside its vectors."""
         x_MK, *vectors = self.split(tensors)
         rows = [None if vector is None else vector.contiguous() for vector in vectors]
@@ -167,10 +165,10 @@ def load_normalized(
     """Load a tile and the vectors beside it, and normalize."""
     x_ptr, stride_m, stride_k, mean_ptr, rstd_ptr, w_ptr, b_ptr = operands
     present = (m < M) & (k < K)
-    x = tl.load(x_ptr + m * stride_m + k * stride_k, mask=present, other=0.0)
+    x = widened(tl.load(x_ptr + m * stride_m + k * stride_k, mask=present, other=0.0))
     mean = None if mean_ptr is None else tl.load(mean_ptr + m, mask=m < M, other=0.0)
     rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
     w = None if w_ptr is None else tl.load(w_ptr + k, mask=k < K, other=0.0)
     b = None if b_ptr is None else tl.load(b_ptr + k, mask=k < K, other=0.0)
     y = normalize(x, mean, rstd, w, b, PARAMS[0])
-    return (tl.where(present, y, 0.0).to(DTYPE),)
+    return (tl.where(present, rounded(y, DTYPE), 0.0),)

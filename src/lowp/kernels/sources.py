@@ -10,6 +10,7 @@ Shape legend: M = rows (tokens), K = columns of the values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +43,18 @@ class Kernel(NamedTuple):
     gate: Any = None
     params: tuple[float, ...] = ()
 
+    def constants(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """`LOAD, DTYPE, FUNCTION, GATE, PARAMS`, for values of `dtype`."""
+        return self.load, TRITON_DTYPES[dtype], self.function, self.gate, self.params
+
+
+TRITON_DTYPES: dict[torch.dtype, Any] = (
+    {} if tl is None else {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+)
+
+Tensors = Sequence[Tensor]
+"""The tensors of a source, as operators get them."""
+
 
 class SourceSpec(Value):
     """Base of what says how values are obtained from tensors: a frozen value, which crosses into operators.
@@ -63,19 +76,19 @@ class SourceSpec(Value):
             fail(name, f"dtype must be one of {HIGH_PRECISION}", got=self.dtype, error=TypeError)
         super().__post_init__()
 
-    def check(self, op: str, tensors: tuple[Tensor, ...]) -> None:
+    def check(self, op: str, tensors: Tensors) -> None:
         """Raise ValueError or TypeError unless the tensors fit each other; `op` is what the user called."""
         raise NotImplementedError
 
-    def shape(self, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    def shape(self, tensors: Tensors) -> tuple[int, int]:
         """M and K of the values."""
         raise NotImplementedError
 
-    def produce_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def produce_ref(self, tensors: Tensors) -> Tensor:
         """The values, in plain torch."""
         raise NotImplementedError
 
-    def kernel(self, tensors: tuple[Tensor, ...]) -> Kernel:
+    def kernel(self, tensors: Tensors) -> Kernel:
         """The values, in Triton."""
         raise NotImplementedError
 
@@ -83,11 +96,6 @@ class SourceSpec(Value):
     def halves(self) -> int:
         """How many tiles `Kernel.load` gives at a time: 2 where each half of the columns needs the same operands."""
         return 1
-
-    @property
-    def flat(self) -> bool:
-        """Whether contiguous tensors may be taken as one long row each: the values don't depend on row and column."""
-        return False
 
 
 class Source(NamedTuple):
@@ -129,30 +137,67 @@ class Plain(SourceSpec):
 
     dtype: torch.dtype
 
-    def check(self, op: str, tensors: tuple[Tensor, ...]) -> None:
+    def check(self, op: str, tensors: Tensors) -> None:
         """Raise unless it is a matrix of the dtype."""
-        (x_MK,) = tensors
+        check_count(op, tensors, 1)
+        x_MK = tensors[0]
         check_matrix(op, "x_MK", x_MK)
         if x_MK.dtype != self.dtype:
             fail(op, f"x_MK must be {self.dtype}, as its source says", got=x_MK.dtype, error=TypeError)
 
-    def shape(self, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    def shape(self, tensors: Tensors) -> tuple[int, int]:
         """That of the tensor."""
         M, K = tensors[0].shape
         return M, K
 
-    def produce_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def produce_ref(self, tensors: Tensors) -> Tensor:
         """The tensor."""
         return tensors[0]
 
-    def kernel(self, tensors: tuple[Tensor, ...]) -> Kernel:
+    def kernel(self, tensors: Tensors) -> Kernel:
         """One load."""
         return Kernel(load_plain, (tensors[0], *tensors[0].stride()))
 
-    @property
-    def flat(self) -> bool:
-        """True."""
-        return True
+
+@jit
+def widened(x):
+    """A tile as fp32.
+
+    Triton hoists its own conversions between layouts above such an extension, and then works out twice what follows.
+    """
+    if x.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;}", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    elif x.dtype == tl.float16:
+        y = tl.inline_asm_elementwise(
+            "{.reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi;}",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        y = x
+    return y
+
+
+@jit
+def rounded(x, DTYPE: tl.constexpr):
+    """An fp32 tile, rounded to a dtype: fp32 values. Two at a time to bf16, which is half the work."""
+    if DTYPE == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xFFFF0000;}",
+            "=r,=r,r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        y = x.to(DTYPE).to(tl.float32)
+    return y
 
 
 @jit
@@ -172,16 +217,35 @@ def load_plain(
     return (tl.load(x + m * stride_m + k * stride_k, mask=(m < M) & (k < K), other=0.0),)
 
 
+@jit
+def load_plain_kept(
+    operands,
+    m,
+    k,
+    M,
+    K,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+):
+    """Load a tile that is soon loaded again, from L1."""
+    x, stride_m, stride_k = operands
+    present = (m < M) & (k < K)
+    return (tl.load(x + m * stride_m + k * stride_k, mask=present, other=0.0, eviction_policy="evict_last"),)
+
+
 PLAIN = {dtype: Plain(dtype=dtype) for dtype in HIGH_PRECISION}
 """The spec of a tensor's own values, by its dtype."""
 
 
-def as_source(op: str, x: Tensor | Source) -> Source:
+def as_source(op: str, x: Tensor | Source, name: str = "x_MK") -> Source:
     """A checked source; a tensor stands for its own values.
 
     Args:
         op: what the user called.
         x: `[M, K]` bf16 | fp16 | fp32, any strides, or a source.
+        name: that of a tensor, for the error.
 
     Raises:
         ValueError: `x` is not 2-D, or the source's tensors don't fit each other.
@@ -190,13 +254,19 @@ def as_source(op: str, x: Tensor | Source) -> Source:
     if isinstance(x, Source):
         x.spec.check(op, x.tensors)
         return x
-    check_matrix(op, "x_MK", x)
+    check_matrix(op, name, x)
     return Source((x,), PLAIN[x.dtype])
 
 
-def produce_ref(tensors: tuple[Tensor, ...], spec: SourceSpec) -> Tensor:
-    """The values as a tensor."""
-    return spec.produce_ref(tensors)
+def produce_ref(source: Source) -> Tensor:
+    """The values as a tensor, in plain torch."""
+    return source.spec.produce_ref(source.tensors)
+
+
+def check_count(op: str, tensors: Tensors, count: int) -> None:
+    """Raise unless a source has so many tensors."""
+    if len(tensors) != count:
+        fail(op, f"this source is made of {count} tensors", got=len(tensors))
 
 
 def check_matrix(op: str, name: str, x: Tensor) -> None:
