@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.registration import REGISTRY
+from lowp.registration import REGISTRY, unpacked
 from lowp.torch_compat import current_cuda_stream
 
 Program = Callable[[Sequence[Any]], Any]
@@ -68,8 +68,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "lowp":
             entry = REGISTRY[func._opname]
-            device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-            kernel = entry.launch if device == "cuda" else entry.ref
+            device = next(arg.device for arg in unpacked(args) if isinstance(arg, Tensor))
+            kernel = entry.launch if device.type == "cuda" else entry.ref
             with self:
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
