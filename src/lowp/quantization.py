@@ -19,6 +19,8 @@ from lowp.formats import HIGH_PRECISION
 from lowp.kernels.amax import amax
 from lowp.kernels.cast import cast, cast_bias_grad
 from lowp.kernels.dequantize import dequantize_data
+from lowp.kernels.materialize import materialize
+from lowp.kernels.sources import Source
 from lowp.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from lowp.recipe import Float8CurrentScaling, Recipe
 
@@ -59,9 +61,14 @@ class QuantizeRequest(NamedTuple):
 
 
 class _Method(NamedTuple):
-    measure: Callable[[Tensor], Tensor | None]
+    measure: Callable[[Any], Tensor | None]
     cast: Callable[..., Quantized]
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]]
+    takes_sources: bool
+
+    def values(self, x_MK: Tensor | Source) -> Tensor | Source:
+        """What the method takes: a source as it is, or its values."""
+        return materialize(x_MK) if isinstance(x_MK, Source) and not self.takes_sources else x_MK
 
 
 _METHODS: dict[type[Quantizer], _Method] = {}
@@ -70,9 +77,10 @@ _METHODS: dict[type[Quantizer], _Method] = {}
 def register_quantizer(
     spec: type[Quantizer],
     *,
-    measure: Callable[[Tensor], Tensor | None],
+    measure: Callable[[Any], Tensor | None],
     cast: Callable[..., Quantized],
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]],
+    takes_sources: bool = False,
 ) -> None:
     """Say how a class of quantizer specs is applied.
 
@@ -81,8 +89,10 @@ def register_quantizer(
         measure: `x_MK -> statistics`, what the scale needs to know of the whole tensor; None: nothing.
         cast: `(x_MK, statistics, spec, row, column) -> Quantized`, data padded along the contraction axis.
         cast_bias_grad: `(x_MK, statistics, spec, row, column, dtype) -> (Quantized, column sums of x_MK [K])`.
+        takes_sources: whether `x_MK` may be a source (lowp.kernels.sources), whose values are then never written to
+            memory; otherwise the three are given tensors only.
     """
-    _METHODS[spec] = _Method(measure, cast, cast_bias_grad)
+    _METHODS[spec] = _Method(measure, cast, cast_bias_grad, takes_sources)
 
 
 def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tensor) -> Quantized:
@@ -92,13 +102,13 @@ def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tens
 
 
 def _cast_per_tensor(
-    x_MK: Tensor, statistics: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool
+    x_MK: Tensor | Source, statistics: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool
 ) -> Quantized:
     return _per_tensor(*cast(x_MK, statistics, spec, row=row, column=column))
 
 
 def _cast_bias_grad_per_tensor(
-    x_MK: Tensor,
+    x_MK: Tensor | Source,
     statistics: Tensor,
     spec: Float8CurrentScalingQuantizer,
     row: bool,
@@ -116,28 +126,35 @@ register_quantizer(
     measure=amax,
     cast=_cast_per_tensor,
     cast_bias_grad=_cast_bias_grad_per_tensor,
+    takes_sources=True,
 )
 
 
-def measure(x_MK: Tensor, spec: Quantizer) -> Tensor | None:
+def measure(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | None:
     """What the scale of `spec` needs to know of the whole tensor (the amax), before it is cast."""
-    return _METHODS[type(spec)].measure(x_MK)
+    method = _METHODS[type(spec)]
+    return method.measure(method.values(x_MK))
 
 
-def cast_operand(x_MK: Tensor, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
+def cast_operand(
+    x_MK: Tensor | Source, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool
+) -> Quantized:
     """Cast `x_MK` to the operand copies that a GEMM reads, padded along the contraction axis."""
-    return _METHODS[type(spec)].cast(x_MK, statistics, spec, row, column)
+    method = _METHODS[type(spec)]
+    return method.cast(method.values(x_MK), statistics, spec, row, column)
 
 
 def cast_operand_bias_grad(
-    x_MK: Tensor, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool, dtype: torch.dtype
+    x_MK: Tensor | Source, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool, dtype: torch.dtype
 ) -> tuple[Quantized, Tensor]:
     """`cast_operand` and the column sums of `x_MK` in one pass."""
-    return _METHODS[type(spec)].cast_bias_grad(x_MK, statistics, spec, row, column, dtype)
+    method = _METHODS[type(spec)]
+    return method.cast_bias_grad(method.values(x_MK), statistics, spec, row, column, dtype)
 
 
-def quantize_operand(x_MK: Tensor, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
+def quantize_operand(x_MK: Tensor | Source, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
     """`measure`, then `cast_operand`."""
+    x_MK = _METHODS[type(spec)].values(x_MK)
     return cast_operand(x_MK, measure(x_MK, spec), spec, row=row, column=column)
 
 
@@ -212,6 +229,7 @@ class _Ambient:
         self.recipe: Recipe | None = None
         self.amax_reduction_group: Any = None
         self.entered = False
+        self.was_entered = False
 
 
 _AMBIENT = _Ambient()
@@ -241,7 +259,7 @@ class autocast:  # noqa: N801  a context manager named as torch.autocast is
     def __enter__(self) -> autocast:
         self._outer.append((_AMBIENT.recipe, _AMBIENT.amax_reduction_group, _AMBIENT.entered))
         _AMBIENT.recipe, _AMBIENT.amax_reduction_group = self.recipe, self.amax_reduction_group
-        _AMBIENT.entered = True
+        _AMBIENT.entered = _AMBIENT.was_entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -259,6 +277,11 @@ def current_recipe() -> Recipe | None:
 def autocast_is_entered() -> bool:
     """Whether an `autocast` is entered, a disabled one included."""
     return _AMBIENT.entered
+
+
+def autocast_was_entered() -> bool:
+    """Whether an `autocast` has ever been entered."""
+    return _AMBIENT.was_entered
 
 
 def current_amax_reduction_group() -> Any:

@@ -46,13 +46,14 @@ def register(
 
     Args:
         schema: `name(Tensor x, ...) -> ...`; no argument of a mutating operator may be called `mode`, `_mutable_op`
-            or `_all_bases` (functionalization passes arguments under these names).
+            or `_all_bases` (functionalization passes arguments under these names). A list of tensors comes first.
         ref: kernel in plain torch, for CPU.
         launch: kernel for CUDA.
         allocate: fake kernel.
 
     Raises:
-        ValueError: an operator of this name is registered, or an argument's name is reserved.
+        ValueError: an operator of this name is registered, an argument's name is reserved, or a list of tensors is
+            not the first argument.
 
     Returns:
         A function of the operator's arguments, all positional. It goes through the dispatcher when a graph is being
@@ -70,6 +71,8 @@ def register(
     if "!)" in schema:
         reserved = _RESERVED.findall(schema)
         require(not reserved, f"lowp::{name}", "arguments of a mutating operator need other names", got=reserved)
+    rest = schema.partition("->")[0].partition(",")[2]
+    require("Tensor[]" not in rest, f"lowp::{name}", "a list of tensors must be the first argument", got=rest)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _guarded(ref), "CPU")
     LIBRARY.impl(name, _guarded(launch), "CUDA")
@@ -83,7 +86,7 @@ def register(
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_is_interposed():
             return overload(*args)
         device = None
-        for arg in args:
+        for arg in unpacked(args):
             kind = type(arg)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 device = device or arg.device
@@ -95,6 +98,11 @@ def register(
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def unpacked(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments, those of a list of tensors too."""
+    return (*args[0], *args[1:]) if args and isinstance(args[0], (tuple, list)) else args
 
 
 def _needs_guard(device: torch.device) -> bool:
@@ -111,7 +119,7 @@ def _guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any) -> Any:
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        device = next(arg.device for arg in unpacked(args) if isinstance(arg, torch.Tensor))
         if not _needs_guard(device):
             return kernel(*args)
         with torch.autocast(device.type, enabled=False), _under(device):

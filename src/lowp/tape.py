@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.registration import REGISTRY
+from lowp.registration import REGISTRY, unpacked
 from lowp.torch_compat import current_cuda_stream
 
 Program = Callable[[list[Any]], Any]
@@ -69,8 +69,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "lowp":
             entry = REGISTRY[func._opname]
-            device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-            kernel = entry.launch if device == "cuda" else entry.ref
+            device = next(arg.device for arg in unpacked(args) if isinstance(arg, Tensor))
+            kernel = entry.launch if device.type == "cuda" else entry.ref
             with self:
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -94,8 +94,10 @@ class Tape(TorchDispatchMode):
         given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
         text = f"{self._constant(_FAST.get(func, func))}({', '.join(given)})"
         if isinstance(result, Tensor):
-            if id(result) not in self._names:  # an operator that works in place returns its argument
+            if id(result) not in self._names:
                 text = f"{self._name(result, used)} = {text}"
+            elif not func._schema.is_mutable:  # it gave its argument back: nothing was done
+                return
         elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
             text = f"{', '.join(self._name(item, used) for item in result)}, = {text}"
         elif result is not None:

@@ -38,6 +38,17 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
+@torch.compiler.assume_constant_result
+def traced_in_backward() -> bool:
+    """`backward_is_running()` for traced code, as it is while the code is traced."""
+    return backward_is_running()
+
+
+def forward_ad_is_active() -> bool:
+    """Whether a level of forward-mode differentiation is entered; False where torch can't tell."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """`torch.cuda.current_device()` where CUDA is known to be initialised, since a tensor is there."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels import amax as kernel
 from lowp.kernels.amax import amax, num_partials
+from lowp.kernels.sources import PLAIN
 from tests import oracle
 from tests.kernels.layouts import LAYOUTS, all_values
 
@@ -92,7 +93,7 @@ def test_other_dtypes_are_refused():
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_configuration(config):
     for x in (torch.randn(1000, 333), torch.randn(1000, 333).t()[:, ::2]):
-        assert kernel._amax_launch(x.cuda(), config).max().item() == oracle.amax(x)
+        assert kernel._amax_launch((x.cuda(),), PLAIN[x.dtype].bundle, config).max().item() == oracle.amax(x)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,11 @@ import torch
 
 from lowp.formats import E4M3, E5M2, HIGH_PRECISION
 from lowp.kernels import bias_grad as kernel
-from lowp.kernels import cast as cast_kernel
 from lowp.kernels.amax import amax
 from lowp.kernels.bias_grad import bias_grad
-from lowp.kernels.cast import cast, cast_bias_grad
+from lowp.kernels.cast import _cast_bias_grad_launch, cast, cast_bias_grad
+from lowp.kernels.cast_kernel import Config
+from lowp.kernels.sources import PLAIN
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from tests.kernels.layouts import LAYOUTS, bits
 from tests.kernels.test_cast import COPIES
@@ -85,11 +86,12 @@ def test_case_42_only_the_columns_that_hold_it_become_non_finite(device):
 def test_every_configuration_gives_the_same_bits(config, dtype):
     for dy in (torch.randn(1000, 208, dtype=dtype).cuda(), torch.randn(333, 700, dtype=dtype).cuda().t()):
         expected = bits(bias_grad(dy, torch.float32))
-        assert torch.equal(bits(kernel._bias_grad_launch(dy, torch.float32, config)), expected)
+        assert torch.equal(bits(kernel._bias_grad_launch((dy,), PLAIN[dtype].bundle, torch.float32, config)), expected)
         block_n, num_warps = config
-        fused_config = cast_kernel.Config(kernel.GROUP, block_n, num_warps)
-        fused = cast_kernel._cast_bias_grad_launch(
-            dy, amax(dy), Float8CurrentScalingQuantizer().bundle, True, True, torch.float32, fused_config
+        fused_config = Config(kernel.GROUP, block_n, num_warps)
+        quantizer = Float8CurrentScalingQuantizer().bundle
+        fused = _cast_bias_grad_launch(
+            (dy,), PLAIN[dtype].bundle, amax(dy), quantizer, True, True, torch.float32, fused_config
         )
         assert torch.equal(bits(fused[3]), expected)
 

@@ -9,7 +9,9 @@ from lowp import formats
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels import cast as kernel
 from lowp.kernels.amax import amax
-from lowp.kernels.cast import cast, cast_bias_grad, pad_contraction
+from lowp.kernels.cast import cast, cast_bias_grad
+from lowp.kernels.cast_kernel import Config, pad_contraction
+from lowp.kernels.sources import PLAIN
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from tests import oracle
 from tests.goldens import goldens
@@ -18,7 +20,7 @@ from tests.kernels.layouts import LAYOUTS, all_values, bits
 FORMATS = ["E4M3", "E5M2"]
 COPIES = {"row": (True, False), "column": (False, True), "both": (True, True)}
 CONFIGS = [
-    kernel.Config(block_m, block_k, num_warps)
+    Config(block_m, block_k, num_warps)
     for block_m, block_k in ((32, 32), (16, 256), (64, 64), (64, 128), (128, 64), (128, 128))
     for num_warps in (2, 4, 8)
 ]
@@ -152,8 +154,9 @@ def test_case_16_transposed_store_in_many_configurations(fmt, config):
     x = torch.cat([all_values(torch.bfloat16), torch.randn(80, 256, dtype=torch.bfloat16)])
     parts, quantizer = torch.tensor(3.0), spec(fmt).bundle
     for view in (x, x.t()):
-        got = kernel._cast_launch(view.cuda(), parts.cuda(), quantizer, True, True, config)
-        expected = kernel._cast_ref(view, parts, quantizer, True, True)
+        plain = PLAIN[view.dtype].bundle
+        got = kernel._cast_launch((view.cuda(),), plain, parts.cuda(), quantizer, True, True, config)
+        expected = kernel._cast_ref((view,), plain, parts, quantizer, True, True)
         for g, e in zip(got, expected, strict=True):
             assert torch.equal(bits(g), bits(e))
 

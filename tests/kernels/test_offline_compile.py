@@ -9,7 +9,6 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,105 +16,161 @@ import pytest
 
 import lowp.kernels
 from lowp.formats import E4M3, E5M2
-from lowp.kernels import amax, bias_grad, cast, dequantize, transpose
+from lowp.kernels import amax, bias_grad, cast_kernel, dequantize, transpose
+from lowp.kernels.sources import load_plain, load_plain_kept
 
 triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
+TRITON_DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
 
 
 @dataclass
 class Build:
-    """One specialization: types of the run-time arguments (those of `aligned` are multiples of 16), and constants."""
+    """One specialization: types of the run-time arguments (those of `aligned` are multiples of 16), and constants.
+
+    The types of a tuple's items are a tuple, in which 1 and None are constants.
+    """
 
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     num_warps: int
     aligned: set[str] = field(default_factory=set)
     maxnreg: int | None = None
+    enable_fp_fusion: bool = False
 
     def compile(self) -> Any:
         names = self.kernel.arg_names
         assert set(names) == self.types.keys() | self.constants.keys()
+        paths = dict(self._paths())
+        constants: dict[Any, Any] = {path: kind for path, (_, kind) in paths.items() if kind in (1, None)}
+        aligned = [p for p, (name, _) in paths.items() if name in self.aligned and p not in constants]
         source = ASTSource(
             fn=self.kernel,
-            signature={name: self.types.get(name, "constexpr") for name in names},
-            constexprs=self.constants,
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned},
+            signature={name: _signature(self.types.get(name)) for name in names},
+            constexprs=constants | self.constants,
+            attrs={path: [["tt.divisibility", 16]] for path in aligned},
         )
-        return triton.compile(source, target=HOPPER, options={"num_warps": self.num_warps, "maxnreg": self.maxnreg})
+        options = {"num_warps": self.num_warps, "maxnreg": self.maxnreg, "enable_fp_fusion": self.enable_fp_fusion}
+        return triton.compile(source, target=HOPPER, options=options)
+
+    def _paths(self) -> Iterator[tuple[tuple[int, ...], tuple[str, Any]]]:
+        """Where each run-time argument, or item of one, is: its path, its argument's name, its type."""
+        for position, name in enumerate(self.kernel.arg_names):
+            kind = self.types.get(name)
+            if isinstance(kind, tuple):
+                yield from (((position, i), (name, item)) for i, item in enumerate(kind))
+            elif kind is not None:
+                yield (position,), (name, kind)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether no axis of some matrix is known to be contiguous."""
+        kinds = self.types.get("operands", (1,))
+        return "i32" in kinds and 1 not in kinds
 
     def __str__(self) -> str:
-        return "-".join([str(v) for v in (*self.types.values(), *self.constants.values())]).replace("*", "")
+        words = [_word(v) for v in (*self.types.values(), *self.constants.values())]
+        return "-".join([self.kernel.__name__, *words]).replace("*", "").replace(" ", "")
+
+
+def _signature(kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        return tuple([_signature(item) for item in kind])
+    return kind if isinstance(kind, str) else "constexpr"
+
+
+def _word(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+def plain(dtype: str, *strides: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operands and constants of a tensor's own values."""
+    constants = {"LOAD": load_plain, "DTYPE": TRITON_DTYPES[dtype], "FUNCTION": None, "GATE": None, "PARAMS": ()}
+    return {"operands": (POINTERS[dtype], *strides)}, constants
 
 
 def amax_builds() -> Iterator[Build]:
     for dtype, config in itertools.product(("bf16", "fp16", "fp32"), (amax.DENSE, amax.STRIDED)):
-        types = dict.fromkeys(["rows", "cols", "stride_r", "stride_c", "blocks", "col_blocks"], "i32")
-        types |= {"x_ptr": POINTERS[dtype], "amax_ptr": "*fp32"}
-        constants = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c}
-        yield Build(amax._amax_kernel, dict(types), dict(constants), config.num_warps)
-        for name in ("rows", "stride_c"):
-            del types[name]
-        aligned = {"x_ptr", "amax_ptr", "cols", "stride_r"}
-        yield Build(amax._amax_kernel, types, constants | {"rows": 1, "stride_c": 1}, config.num_warps, aligned)
+        operands, source = plain(dtype, "i32", "i32")
+        types = dict.fromkeys(["rows", "cols", "blocks", "col_blocks"], "i32") | {"amax_ptr": "*fp32"}
+        constants = source | {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "STAGES": config.stages}
+        yield Build(amax._amax_kernel, types | operands, dict(constants), config.num_warps)
+        del types["rows"]
+        operands, _ = plain(dtype, "i32", 1)
+        aligned = {"operands", "amax_ptr", "cols"}
+        yield Build(amax._amax_kernel, types | operands, constants | {"rows": 1}, config.num_warps, aligned)
+
+
+def cast_types(fmt: Any, row: bool, column: bool, bias: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Types and constants of what a cast writes."""
+    types = dict.fromkeys(["M", "K", "M_padded", "K_padded", "P"], "i32")
+    types |= {"amax_ptr": "*fp32", "row_ptr": POINTERS[fmt], "scale_ptr": "*fp32", "epsilon": "fp32"}
+    constants = {"FMT_MAX": fmt.max, "POWER_2": fmt is E5M2, "ROW": row, "COLUMN": column, "BIAS": bias}
+    constants |= {"BLOCK_P": cast_kernel.BLOCK_P}
+    for pointer, kind, present in (("column_ptr", POINTERS[fmt], column), ("partial_ptr", "*fp32", bias)):
+        (types if present else constants)[pointer] = kind if present else None
+    return types, constants
 
 
 def cast_builds() -> Iterator[Build]:
     flags = [
-        (True, False, False, cast.ROW_ONLY),
-        (False, True, False, cast.TRANSPOSING),
-        (True, True, False, cast.TRANSPOSING),
-        (True, False, True, cast.TRANSPOSING),
-        (False, True, True, cast.TRANSPOSING),
-        (True, True, True, cast.TRANSPOSING),
+        (True, False, False, cast_kernel.ROW_ONLY),
+        (False, True, False, cast_kernel.TRANSPOSING),
+        (True, True, False, cast_kernel.TRANSPOSING),
+        (True, False, True, cast_kernel.TRANSPOSING),
+        (False, True, True, cast_kernel.TRANSPOSING),
+        (True, True, True, cast_kernel.TRANSPOSING),
     ]
     for (dtype, fmt), (row, column, bias, config) in itertools.product(
         [("bf16", E4M3), ("bf16", E5M2), ("fp32", E5M2), ("fp16", E5M2)], flags
     ):
-        types = dict.fromkeys(["M", "K", "M_padded", "K_padded", "stride_m", "stride_k", "P"], "i32")
-        types |= {"x_ptr": POINTERS[dtype], "amax_ptr": "*fp32", "row_ptr": POINTERS[fmt], "scale_ptr": "*fp32"}
-        constants = {"FMT_MAX": fmt.max, "POWER_2": fmt is E5M2, "ROW": row, "COLUMN": column, "BIAS": bias}
-        constants |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
-        constants |= {"BLOCK_P": cast.BLOCK_P}
-        for pointer, kind, present in (("column_ptr", POINTERS[fmt], column), ("partial_ptr", "*fp32", bias)):
-            if present:
-                types[pointer] = kind
-            else:
-                constants[pointer] = None
-        aligned = set(types)
-        types["epsilon"] = "fp32"
+        types, constants = cast_types(fmt, row, column, bias)
+        constants |= {"HALVES": 1, "LOAD_FIRST": load_plain_kept if bias else None}
 
-        def build(ones: Iterable[str], aligned: set[str], types=types, constants=constants, config=config) -> Build:
+        def build(
+            *strides: Any,
+            ones: Iterable[str] = (),
+            aligned: set[str] | None = None,
+            config=config,
+            types=types,
+            constants=constants,
+            dtype=dtype,
+        ) -> Build:
+            operands, source = plain(dtype, *strides)
             rest = {name: kind for name, kind in types.items() if name not in ones}
-            known = constants | dict.fromkeys(ones, 1)
-            return Build(cast._cast_kernel, rest, known, config.num_warps, aligned - set(ones), config.maxnreg)
+            known = constants | dict.fromkeys(ones, 1) | source
+            known |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+            aligned = {*rest, "operands"} - {"epsilon"} if aligned is None else aligned
+            return Build(cast_kernel._cast_kernel, rest | operands, known, config.num_warps, aligned, config.maxnreg)
 
-        yield build(["stride_k"], aligned)
+        yield build("i32", 1)
         if dtype == "bf16":
-            yield build(["stride_m"], aligned)
+            yield build(1, "i32")
+        scattered = {"aligned": {"M_padded", "K_padded"}, "config": cast_kernel.TRANSPOSING_SCATTERED}
         if (dtype, fmt, row, column, bias) == ("bf16", E5M2, True, True, True):
-            yield build([], {"M_padded", "K_padded"}, config=cast.TRANSPOSING_SCATTERED)
+            yield build("i32", "i32", **scattered)
         if row and column and (dtype, fmt) != ("bf16", E4M3):
-            scattered = partial(build, aligned={"M_padded", "K_padded"}, config=cast.TRANSPOSING_SCATTERED)
-            yield scattered(["M", "stride_k"])
-            yield scattered(["K", "stride_m", "stride_k"])
+            yield build("i32", 1, ones=["M"], **scattered)
+            yield build(1, 1, ones=["K"], **scattered)
 
 
 def bias_grad_builds() -> Iterator[Build]:
     config = bias_grad.PARTIAL
-    constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
+    constants = {"HALVES": 1, "GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
+    types: dict[str, Any]
     for dtype in ("bf16", "fp16", "fp32"):
-        types = dict.fromkeys(["M", "N", "stride_m", "stride_n"], "i32")
-        types |= {"dy_ptr": POINTERS[dtype], "partial_ptr": "*fp32"}
-        yield Build(bias_grad._partial_kernel, dict(types), constants, config.num_warps)
-        aligned = {"dy_ptr", "partial_ptr", "M", "N", "stride_m"}
-        del types["stride_n"]
-        yield Build(bias_grad._partial_kernel, types, constants | {"stride_n": 1}, config.num_warps, aligned)
+        types = {"M": "i32", "N": "i32", "partial_ptr": "*fp32"}
+        operands, source = plain(dtype, "i32", "i32")
+        yield Build(bias_grad._partial_kernel, types | operands, constants | source, config.num_warps)
+        operands, _ = plain(dtype, "i32", 1)
+        aligned = {*types, "operands"}
+        yield Build(bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, aligned)
     config = bias_grad.TOTAL
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     for dtype in ("bf16", "fp16", "fp32"):
@@ -129,7 +184,9 @@ def dequantize_builds() -> Iterator[Build]:
         types = dict.fromkeys(["total", "columns", "padded_columns"], "i32")
         types |= {"data": POINTERS[fmt], "scale": "*fp32", "out": POINTERS[dtype]}
         for aligned in ({"padded_columns"}, {*types}):
-            yield Build(dequantize._dequantize_kernel, types, {"BLOCK": dequantize._BLOCK}, 8, aligned)
+            yield Build(
+                dequantize._dequantize_kernel, types, {"BLOCK": dequantize._BLOCK}, 8, aligned, enable_fp_fusion=True
+            )
 
 
 def transpose_builds() -> Iterator[Build]:
@@ -145,10 +202,11 @@ BUILDS = [*amax_builds(), *cast_builds(), *bias_grad_builds(), *dequantize_build
 def test_compiles_for_hopper(build, tmp_path):
     compiled = build.compile()
     ptx, code = compiled.asm["ptx"], sass(compiled.asm["cubin"], tmp_path)
-    assert ".ftz" not in ptx  # subnormals are kept, as on the CPU
+    kept = ptx.replace("ex2.approx.ftz.f32", "").replace("rcp.approx.ftz.f32", "")  # the two of a sigmoid
+    assert ".ftz" not in kept  # subnormals are kept, as on the CPU
     assert "div.full" not in ptx  # the division is IEEE's (CASES 19)
     assert "div.approx" not in ptx
-    if {"stride_m", "stride_k"} - build.types.keys():  # some axis is contiguous
+    if not build.scattered:
         assert code.count(" STL") <= 1  # then registers are not spilled
     for conversion in re.findall(r"F2FP\.SATFINITE\.E[45]M[23].*?;", code):
         assert re.search(r", RZ\s*;", conversion)  # two merged conversions can break the stored bytes (CASES 16)

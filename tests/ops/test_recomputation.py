@@ -68,6 +68,16 @@ def test_a_pipeline_that_first_runs_in_backward_needs_a_recipe(device):
         x.sum().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_case_39_a_compiled_recomputation_never_changes_the_recipe_silently(use_reentrant, device):
+    """Its graph is chosen by the recipe in force, and none is."""
+    module = linear_bias(device=device)
+    run = compiled(module)
+    x = batch(device)
+    with pytest.raises(Exception, match="compiled inside backward needs a recipe in force"):
+        step(lambda x: checkpoint(run, x, use_reentrant=use_reentrant), module, x, within=lowp.autocast())
+
+
 @pytest.mark.parametrize("recipe", ["none", "hybrid", "high_precision", "dequantized"])
 @pytest.mark.parametrize("boundary", ["operation", "kernel"])
 def test_checkpoint_inside_compile(boundary, recipe, device):
@@ -83,7 +93,9 @@ def test_checkpoint_around_compile(use_reentrant, recipe, device):
     module = linear_bias(device=device, recipe=oracle.RECIPES[recipe])
     x = batch(device)
     run = compiled(module)
-    assert same(step(lambda x: checkpoint(run, x, use_reentrant=use_reentrant), module, x), step(module, module, x))
+    with lowp.autocast(enabled=False):  # around the backward too: it says that no recipe is meant
+        results = step(lambda x: checkpoint(run, x, use_reentrant=use_reentrant), module, x)
+    assert same(results, step(module, module, x))
 
 
 def keep_gemms(ctx, op, *args, **kwargs):

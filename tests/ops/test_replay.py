@@ -91,6 +91,25 @@ def test_without_gradients(device, recipe):
                 assert torch.equal(found, pipeline(x))
 
 
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_extra_inputs_and_outputs(device, recipe):
+    pipeline = ops.Sequential(
+        ops.MakeExtraOutput(), ops.BasicLinear(32, 32), ops.ConstantScale(0.5), ops.AddExtraInput(), recipe=recipe
+    ).to(device)
+
+    def passes(x, extra):
+        x, extra = x.detach().requires_grad_(), extra.detach().requires_grad_()
+        y, made = pipeline(x, extra)
+        grads = torch.autograd.grad((y * made).sum(), [x, extra, pipeline[1].weight])
+        return [y, made, *grads]
+
+    for _ in range(4):
+        given = [torch.randn(16, 32, device=device) for _ in range(2)]
+        found = passes(*given)
+        with without_replays():
+            assert same(found, passes(*given))
+
+
 def test_layouts_have_programs_of_their_own(device):
     pipeline = linear_bias(device=device, recipe=RECIPES[1])
     whole = torch.randn(64, 64, device=device, dtype=torch.bfloat16)

@@ -128,3 +128,12 @@ def test_a_parametrization_is_not_evaluated_in_backward():
 def test_a_recipes_arguments_have_types(name, value):
     with pytest.raises(TypeError, match=f"{name} must be"):
         Float8CurrentScaling(**{name: value})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use
+def test_forward_mode_differentiation_is_refused():
+    layer = ops.Sequential(ops.BasicLinear(8, 4), ops.Bias(4)).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(layer, (torch.ones(2, 8),), (torch.ones(2, 8),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        layer(torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8)))

@@ -15,12 +15,17 @@ try:
     import triton.language as tl
 
     jit: Any = triton.jit
+    constexpr: Any = tl.constexpr
     _HOOKS: Any = triton.knobs.runtime
 except ImportError:
 
     def jit(kernel: Any) -> Any:
         """Leave the kernel as it is: nothing can launch it."""
         return kernel
+
+    def constexpr(value: Any) -> Any:
+        """Leave the value as it is."""
+        return value
 
     triton = tl = _HOOKS = None
 
@@ -67,6 +72,7 @@ def launch(
     *,
     num_warps: int,
     maxnreg: int | None = None,
+    enable_fp_fusion: bool = True,
 ) -> None:
     """Launch a kernel, whose `tl.constexpr` parameters come last, with less host work than `kernel[grid](...)`.
 
@@ -76,17 +82,19 @@ def launch(
     Args:
         kernel: a `jit` function.
         programs: the grid.
-        args: all arguments but the constants: tensors, None, numbers.
+        args: all arguments but the constants: tensors, the first one too, None, numbers, and tuples of these.
         constants: the `tl.constexpr` arguments.
         num_warps: warps of a program.
         maxnreg: registers of a thread at most.
+        enable_fp_fusion: whether the compiler may round a product and a sum once; always the same for a kernel.
     """
     device = args[0].device.index
     key = (id(kernel), device, num_warps, maxnreg, constants, *[_specialized(arg) for arg in args])
     compiled = _COMPILED.get(key)
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if compiled is None:
-        compiled = _COMPILED[key] = _Compiled(kernel[grid](*args, *constants, num_warps=num_warps, maxnreg=maxnreg))
+        options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": enable_fp_fusion}
+        compiled = _COMPILED[key] = _Compiled(kernel[grid](*args, *constants, **options))
     else:
         compiled(current_cuda_stream(device), grid, *args, *constants)
     tape = active_tape()
@@ -100,9 +108,11 @@ def _specialized(arg: Any) -> Any:
         return arg == 1 or (arg > _INT32_MAX, arg % 16 == 0)
     if kind is float or arg is None:
         return kind
+    if kind is tuple:
+        return tuple([_specialized(item) for item in arg])
     return arg.dtype, arg.data_ptr() % 16 == 0
 
 
 _INT32_MAX = 2**31 - 1
 
-__all__ = ["cdiv", "jit", "launch", "tl", "triton"]
+__all__ = ["cdiv", "constexpr", "jit", "launch", "tl", "triton"]

@@ -17,27 +17,33 @@ from torch import Tensor
 from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import cdiv, jit, launch, tl
+from lowp.kernels.sources import PLAIN, Kernel, Plain, Source, SourceSpec, Tensors, load_plain
 from lowp.registration import register
+from lowp.values import decode
 
 PARTIALS = 512
 """Parts on CUDA: one a program, enough programs to fill every GPU."""
 
 
-def amax(x: Tensor) -> Tensor:
+def amax(x: Tensor | Source) -> Tensor:
     """The largest finite magnitude of `x`, as partial maxima.
 
     Args:
-        x: any shape, bf16 | fp16 | fp32, any strides.
+        x: any shape, bf16 | fp16 | fp32, any strides; or a source, whose rounded values count.
 
     Returns:
         amax_P: `[P]` fp32, finite and >= 0, with `P = num_partials(x.device)`; its maximum is amax.
 
     Raises:
         TypeError: `x` has another dtype.
+        ValueError: the source's tensors don't fit each other.
     """
+    if isinstance(x, Source):
+        x.spec.check("amax", x.tensors)
+        return _amax(x.tensors, x.spec.bundle)
     if x.dtype not in HIGH_PRECISION:
         fail("amax", f"x must be one of {HIGH_PRECISION}", got=x.dtype, error=TypeError)
-    return _amax(x)
+    return _amax((x,), PLAIN[x.dtype].bundle)
 
 
 def num_partials(device: torch.device) -> int:
@@ -45,8 +51,9 @@ def num_partials(device: torch.device) -> int:
     return PARTIALS if device.type == "cuda" else 1
 
 
-def _amax_ref(x: Tensor) -> Tensor:
+def _amax_ref(tensors: Tensors, spec: str) -> Tensor:
     """One part: the whole tensor."""
+    x = decode(spec).produce_ref(tuple(tensors))
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     return x.abs().nan_to_num(nan=0.0, posinf=0.0).amax().float().reshape(1)
@@ -54,16 +61,30 @@ def _amax_ref(x: Tensor) -> Tensor:
 
 @jit
 def _amax_kernel(
-    x_ptr, amax_ptr, rows, cols, stride_r, stride_c, blocks, col_blocks, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    amax_ptr,
+    operands,
+    rows,
+    cols,
+    blocks,
+    col_blocks,
+    LOAD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     part = tl.program_id(0)
     amax_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for block in tl.range(part, blocks, tl.num_programs(0), num_stages=3):
+    for block in tl.range(part, blocks, tl.num_programs(0), num_stages=STAGES):
         r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        x = tl.load(x_ptr + r * stride_r + c * stride_c, mask=(r < rows) & (c < cols), other=0.0)
-        magnitude = tl.abs(x.to(tl.float32))
-        amax_RC = tl.maximum(amax_RC, tl.where(magnitude < float("inf"), magnitude, 0.0))
+        tiles = LOAD(operands, r, c, rows, cols, DTYPE, FUNCTION, GATE, PARAMS)
+        for half in tl.static_range(len(tiles)):
+            x = tiles[half].to(tl.float32)
+            amax_RC = tl.maximum(amax_RC, tl.abs(tl.fma(x, 0.0, x)))  # NaN where x is not finite, which counts for none
     tl.store(amax_ptr + part, tl.max(amax_RC))
 
 
@@ -73,23 +94,45 @@ class Config(NamedTuple):
     block_r: int
     block_c: int
     num_warps: int
+    stages: int = 3
 
 
 DENSE = Config(block_r=1, block_c=4096, num_warps=4)
 STRIDED = Config(block_r=32, block_c=128, num_warps=4)
+COMPUTED = Config(block_r=4, block_c=1024, num_warps=8, stages=1)
+"""Of values that are worked out: many warps, each of which waits for its own loads."""
 
 
-def _amax_launch(x: Tensor, config: Config | None = None) -> Tensor:
-    amax_P = _amax_allocate(x)
+def _amax_launch(tensors: Tensors, spec: str, config: Config | None = None) -> Tensor:
+    source: SourceSpec = decode(spec)
+    amax_P = _amax_allocate(tensors, spec)
+    if isinstance(source, Plain):
+        kernel, rows, cols = _plain(tensors[0])
+        config = config or (DENSE if rows == 1 else STRIDED)
+    else:
+        kernel, (rows, cols) = source.kernel(tensors), source.shape(tensors)
+        cols //= source.halves
+        config = config or COMPUTED
+    block_r, block_c, num_warps, stages = config
+    col_blocks = cdiv(cols, block_c)
+    launch(
+        _amax_kernel,
+        PARTIALS,
+        (amax_P, kernel.operands, rows, cols, cdiv(rows, block_r) * col_blocks, col_blocks),
+        (*kernel.constants(source.dtype), block_r, block_c, stages),
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+    return amax_P
+
+
+def _plain(x: Tensor) -> tuple[Kernel, int, int]:
+    """A tensor of any shape as rows and columns: one long row, if it is contiguous."""
     if x.is_contiguous():
         rows, cols, stride_r, stride_c = 1, x.numel(), 0, 1
     else:
         x, (rows, cols, stride_r, stride_c) = _two_axes(x)
-    block_r, block_c, num_warps = config or (DENSE if rows == 1 else STRIDED)
-    col_blocks = cdiv(cols, block_c)
-    args = (x, amax_P, rows, cols, stride_r, stride_c, cdiv(rows, block_r) * col_blocks, col_blocks)
-    launch(_amax_kernel, PARTIALS, args, (block_r, block_c), num_warps=num_warps)
-    return amax_P
+    return Kernel(load_plain, (x, stride_r, stride_c)), rows, cols
 
 
 def _two_axes(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -108,8 +151,10 @@ def _two_axes(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     return x, (rows, cols, stride_r, stride_c)
 
 
-def _amax_allocate(x: Tensor) -> Tensor:
-    return x.new_empty(num_partials(x.device), dtype=torch.float32)
+def _amax_allocate(tensors: Tensors, spec: str) -> Tensor:
+    return tensors[0].new_empty(num_partials(tensors[0].device), dtype=torch.float32)
 
 
-_amax = register("amax(Tensor x) -> Tensor", ref=_amax_ref, launch=_amax_launch, allocate=_amax_allocate)
+_amax = register(
+    "amax(Tensor[] source, str spec) -> Tensor", ref=_amax_ref, launch=_amax_launch, allocate=_amax_allocate
+)

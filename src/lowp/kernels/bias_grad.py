@@ -18,42 +18,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.errors import require
+from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import cdiv, jit, launch, tl
+from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source
 from lowp.registration import register
+from lowp.values import decode
 
 GROUP = 64
 """Rows that are summed to one partial sum."""
 
 
-def bias_grad(dy_MN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def bias_grad(dy_MN: Tensor | Source, dtype: torch.dtype | None = None) -> Tensor:
     """Sum `dy_MN` over its rows, in fp32 and in one fixed order.
 
     Args:
-        dy_MN: `[M, N]` bf16 | fp16 | fp32, any strides.
+        dy_MN: `[M, N]` bf16 | fp16 | fp32, any strides; or a source, whose rounded values are summed.
         dtype: bf16 | fp16 | fp32 of the result; that of `dy_MN` by default.
 
     Returns:
         bias_grad_N: `[N]` `dtype`; zeros where M is 0.
 
     Raises:
-        ValueError: `dy_MN` is not 2-D.
+        ValueError: `dy_MN` is not 2-D, or the source's tensors don't fit each other.
         TypeError: `dy_MN` or the result would have another dtype.
     """
-    dtype = dtype or dy_MN.dtype
-    require(
-        dy_MN.ndim == 2,
-        "bias_grad",
-        "dy_MN must be 2-D",
-        got=tuple(dy_MN.shape),
-        hint="Flatten leading dimensions with dy.flatten(0, -2).",
-    )
-    for name, value in (("dy_MN", dy_MN.dtype), ("dtype", dtype)):
-        require(
-            value in HIGH_PRECISION, "bias_grad", f"{name} must be one of {HIGH_PRECISION}", got=value, error=TypeError
-        )
-    return _bias_grad(dy_MN, dtype)
+    source = as_source("bias_grad", dy_MN, "dy_MN")
+    dtype = dtype or source.dtype
+    if dtype not in HIGH_PRECISION:
+        fail("bias_grad", f"dtype must be one of {HIGH_PRECISION}", got=dtype, error=TypeError)
+    return _bias_grad(source.tensors, source.spec.bundle, dtype)
 
 
 def bias_grad_ref(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,12 +69,16 @@ def sum_group(x_RN):
 
 @jit
 def _partial_kernel(
-    dy_ptr,
     partial_ptr,
+    operands,
     M,
     N,
-    stride_m,
-    stride_n,
+    LOAD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+    HALVES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -88,8 +86,10 @@ def _partial_kernel(
     group = tl.program_id(0).to(tl.int64) // tiles_n
     m = group * GROUP + tl.arange(0, GROUP)[:, None]
     n = tl.program_id(0).to(tl.int64) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    dy = tl.load(dy_ptr + m * stride_m + n * stride_n, mask=(m < M) & (n < N), other=0.0)
-    tl.store(partial_ptr + group * N + n, sum_group(dy.to(tl.float32)), mask=n < N)
+    tiles = LOAD(operands, m, n, M, N, DTYPE, FUNCTION, GATE, PARAMS)
+    for half in tl.static_range(HALVES):
+        pointers = partial_ptr + group * (HALVES * N) + half * N + n
+        tl.store(pointers, sum_group(tiles[half].to(tl.float32)), mask=n < N)
 
 
 @jit
@@ -113,13 +113,25 @@ PARTIAL = Config(block_n=128, num_warps=8)
 TOTAL = Config(block_n=16, num_warps=2)
 
 
-def _bias_grad_launch(dy_MN: Tensor, dtype: torch.dtype, config: Config = PARTIAL) -> Tensor:
-    M, N = dy_MN.shape
-    partial_GN = allocate_partial(dy_MN)
+def _bias_grad_ref(tensors: Tensors, spec: str, dtype: torch.dtype) -> Tensor:
+    """The sums of the values."""
+    return bias_grad_ref(decode(spec).produce_ref(tensors), dtype)
+
+
+def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: Config = PARTIAL) -> Tensor:
+    source: SourceSpec = decode(spec)
+    kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
+    width = N // source.halves
+    partial_GN = allocate_partial(tensors[0], M, N)
     block_n, num_warps = config
-    programs = cdiv(M, GROUP) * cdiv(N, block_n)
-    args = (dy_MN, partial_GN, M, N, *dy_MN.stride())
-    launch(_partial_kernel, programs, args, (GROUP, block_n), num_warps=num_warps)
+    launch(
+        _partial_kernel,
+        cdiv(M, GROUP) * cdiv(width, block_n),
+        (partial_GN, kernel.operands, M, width),
+        (*kernel.constants(source.dtype), source.halves, GROUP, block_n),
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
     return total_launch(partial_GN, dtype)
 
 
@@ -132,19 +144,18 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     return bias_grad_N
 
 
-def allocate_partial(dy_MN: Tensor) -> Tensor:
-    """Memory for `partial_GN`, for the rows of `dy_MN`."""
-    M, N = dy_MN.shape
-    return dy_MN.new_empty(cdiv(M, GROUP), N, dtype=torch.float32)
+def allocate_partial(x: Tensor, M: int, N: int) -> Tensor:
+    """Memory for `partial_GN`, of M rows, where `x` is."""
+    return x.new_empty(cdiv(M, GROUP), N, dtype=torch.float32)
 
 
-def _bias_grad_allocate(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    return dy_MN.new_empty(dy_MN.shape[1], dtype=dtype)
+def _bias_grad_allocate(tensors: Tensors, spec: str, dtype: torch.dtype) -> Tensor:
+    return tensors[0].new_empty(decode(spec).shape(tensors)[1], dtype=dtype)
 
 
 _bias_grad = register(
-    "bias_grad(Tensor dy, ScalarType dtype) -> Tensor",
-    ref=bias_grad_ref,
+    "bias_grad(Tensor[] source, str spec, ScalarType dtype) -> Tensor",
+    ref=_bias_grad_ref,
     launch=_bias_grad_launch,
     allocate=_bias_grad_allocate,
 )

@@ -57,21 +57,44 @@ def load_multiplier(amax_ptr, P, epsilon, FMT_MAX: tl.constexpr, POWER_2: tl.con
 
 
 @jit
-def _convert(y, FP8: tl.constexpr):
-    """`y.to(FP8)` as bytes, for `y` that is within range or NaN.
+def _encode_e4m3(x, y):
+    """`y`, which is within range, as bytes; NaN where `x` is NaN or Inf.
 
     Triton's own conversion lets ptxas merge two conversions into one register. Where ptxas 12.8 shares one of them
     between two words (of both copies, or of equal elements), it uses the register before it is written: the stored
     bytes are garbage, as in https://github.com/triton-lang/triton/issues/11111, or ptxas crashes. It does not merge
     halves that are put together by a shift. Remove when no supported Triton brings such a ptxas.
     """
-    name: tl.constexpr = "e5m2x2" if FP8 == tl.float8e5 else "e4m3x2"
     return tl.inline_asm_elementwise(
-        f"{{.reg .b16 lo, hi; .reg .b32 lo32, hi32;"
-        f"cvt.rn.satfinite.{name}.f32 lo, $2, $1; cvt.rn.satfinite.{name}.f32 hi, $4, $3;"
-        f"cvt.u32.u16 lo32, lo; cvt.u32.u16 hi32, hi; shl.b32 hi32, hi32, 16; or.b32 $0, hi32, lo32;}}",
+        "{.reg .b16 lo, hi; .reg .b32 lo32, hi32;"
+        "cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+        "cvt.u32.u16 lo32, lo; cvt.u32.u16 hi32, hi; shl.b32 hi32, hi32, 16; or.b32 $0, hi32, lo32;}",
         "=r,f,f,f,f",
-        [y],
+        [tl.fma(x, 0.0, y)],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def _encode_e5m2(x, y):
+    """`y`, clamped to the range (57344, as fp32), as bytes; NaN where it is NaN, Inf where `x` is Inf.
+
+    The code of Inf follows that of the largest value. The halves are put together as in `_encode_e4m3`.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .f32 y0, y1, y2, y3; .reg .b16 lo, hi; .reg .b32 lo32, hi32; .reg .pred i0, i1, i2, i3;"
+        "min.NaN.xorsign.abs.f32 y0, $5, 0f47600000; min.NaN.xorsign.abs.f32 y1, $6, 0f47600000;"
+        "min.NaN.xorsign.abs.f32 y2, $7, 0f47600000; min.NaN.xorsign.abs.f32 y3, $8, 0f47600000;"
+        "cvt.rn.satfinite.e5m2x2.f32 lo, y1, y0; cvt.rn.satfinite.e5m2x2.f32 hi, y3, y2;"
+        "cvt.u32.u16 lo32, lo; cvt.u32.u16 hi32, hi; shl.b32 hi32, hi32, 16; or.b32 $0, hi32, lo32;"
+        "abs.f32 y0, $1; abs.f32 y1, $2; abs.f32 y2, $3; abs.f32 y3, $4;"
+        "setp.eq.f32 i0, y0, 0f7F800000; setp.eq.f32 i1, y1, 0f7F800000;"
+        "setp.eq.f32 i2, y2, 0f7F800000; setp.eq.f32 i3, y3, 0f7F800000;"
+        "@i0 add.u32 $0, $0, 1; @i1 add.u32 $0, $0, 256; @i2 add.u32 $0, $0, 65536; @i3 add.u32 $0, $0, 16777216;}",
+        "=&r,f,f,f,f,f,f,f,f",
+        [x, y],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
@@ -81,10 +104,6 @@ def _convert(y, FP8: tl.constexpr):
 @jit
 def encode(x, multiplier, FP8: tl.constexpr, FMT_MAX: tl.constexpr):
     """The FP8 elements of `x * multiplier`."""
-    y = tl.clamp(x * multiplier, -FMT_MAX, FMT_MAX)  # finite for NaN too: min and max that keep NaN cost more
-    if FP8 == tl.float8e5:
-        codes = _convert(tl.where(x == x, y, x), FP8)
-        codes += (tl.abs(x) == float("inf")).to(tl.uint8)  # the code of Inf follows that of the largest value
-    else:
-        codes = _convert(y + x * 0.0, FP8)  # NaN where x is NaN or Inf
+    y = x * multiplier
+    codes = _encode_e5m2(x, y) if FP8 == tl.float8e5 else _encode_e4m3(x, tl.clamp(y, -FMT_MAX, FMT_MAX))
     return codes.to(FP8, bitcast=True)

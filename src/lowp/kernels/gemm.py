@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowp.errors import fail
 from lowp.formats import FP8, HIGH_PRECISION
-from lowp.kernels.cast import CONTRACTION_ALIGNMENT, pad_contraction
+from lowp.kernels.cast_kernel import CONTRACTION_ALIGNMENT, pad_contraction
 from lowp.registration import register
 
 _INT32_MAX = 2**31 - 1

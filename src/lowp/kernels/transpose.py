@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowp.errors import fail
 from lowp.kernels._triton import cdiv, jit, launch, tl
-from lowp.kernels.cast import pad_contraction
+from lowp.kernels.cast_kernel import pad_contraction
 from lowp.registration import register
 
 BLOCK = 64

@@ -85,14 +85,19 @@ class BasicOperation(PartialGradients, FusibleOperation):
 
     def parameter(self, name: str) -> Tensor:
         """A parameter, looked up now; out of pieces, as their concatenation."""
-        pieces = self.pieces(name)
-        return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
+        names = self._names.get(name)
+        if names is not None and len(names) > 1:
+            return torch.cat([*self.pieces(name)])
+        return self._look_up(name if names is None else names[0])
 
-    def pieces(self, name: str) -> list[nn.Parameter]:
+    def pieces(self, name: str) -> list[Tensor]:
         """The pieces that a parameter is registered as, mostly one."""
-        if self._owner is None:
-            return [getattr(self, name)]
-        return [getattr(self._owner[0], owner_name) for owner_name in self._names[name]]
+        return [self._look_up(owner_name) for owner_name in self.owner_names(name)]
+
+    def _look_up(self, name: str) -> Tensor:
+        owner = self if self._owner is None else self._owner[0]
+        found = owner._parameters.get(name)  # costs the host less than getattr, which a parametrized one takes
+        return getattr(owner, name) if found is None else found
 
     def owner_names(self, name: str) -> tuple[str, ...]:
         """The names of a parameter, or of its pieces, where it is registered."""

@@ -13,9 +13,9 @@ from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
 from lowp.ops.replay import Replays
-from lowp.quantization import autocast_is_entered, current_recipe
+from lowp.quantization import autocast_is_entered, autocast_was_entered, current_recipe
 from lowp.recipe import Recipe
-from lowp.torch_compat import backward_is_running
+from lowp.torch_compat import backward_is_running, forward_ad_is_active, traced_in_backward
 
 if TYPE_CHECKING:
     from lowp.ops.basic_op import BasicOperation
@@ -79,14 +79,15 @@ class OperationFuser:
 
         Where backward recomputes the pipeline and nothing is in force, that is the recipe of the forward before it.
         """
-        if recipe is not None or torch.compiler.is_compiling():
-            return recipe or current_recipe()
+        if recipe is not None:
+            return recipe
+        if torch.compiler.is_compiling():
+            if traced_in_backward() and not autocast_is_entered() and autocast_was_entered():
+                raise _no_recipe("compiled", "in that call or around it")
+            return current_recipe()
         if backward_is_running() and not autocast_is_entered():
             if self._forward_recipe is _UNKNOWN:
-                raise RuntimeError(
-                    "OperationFuser: a pipeline that first runs inside backward needs a recipe in force, got none."
-                    " Run it under lowp.autocast (enabled=False for high precision), or give it a recipe."
-                )
+                raise _no_recipe("that first runs", "around it")
             return self._forward_recipe
         self._forward_recipe = current_recipe()
         return self._forward_recipe
@@ -188,10 +189,17 @@ class OperationFuser:
 
     def apply(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run a prepared call on input, parameters and extra inputs, with autograd where gradients are wanted."""
-        if call.requires_grad[-1]:
+        if call.requires_grad[-1] or (not torch.compiler.is_compiling() and forward_ad_is_active()):
             return Pipeline.apply(tensors[0], call, *tensors[1:])
         (output, extra_outputs, _), *_ = forward(call, tensors[0], tensors[1:])
         return (output, *extra_outputs) if extra_outputs else output
+
+
+def _no_recipe(which: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"OperationFuser: a pipeline {which} inside backward needs a recipe in force, got none."
+        f" Enter lowp.autocast {where} (enabled=False for high precision), or give the pipeline a recipe."
+    )
 
 
 def _without_repetitions(tensors: list[Tensor]) -> list[Tensor]:

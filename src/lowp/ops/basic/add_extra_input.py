@@ -36,6 +36,7 @@ class AddExtraInput(BasicOperation):
     fwd_args_type = AddExtraInputArgs
     grad_input_is_grad_output = True
     num_extra_inputs = 1
+    replays = True
 
     def output_dtype(
         self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()

@@ -29,6 +29,7 @@ class ConstantScale(BasicOperation):
 
     fwd_args_type = ConstantScaleArgs
     bwd_args_type = ConstantScaleArgs
+    replays = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()

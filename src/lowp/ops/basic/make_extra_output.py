@@ -37,6 +37,7 @@ class MakeExtraOutput(BasicOperation):
     extra_output_is_input = True
     grad_input_is_grad_output = True
     num_extra_outputs = 1
+    replays = True
 
     def pack_forward_args(self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any) -> None:
         """Nothing."""

@@ -20,6 +20,7 @@ class BackwardLinearAdd(FusedOperation):
 
     fuses = (MakeExtraOutput, BasicLinear)
     bwd_args_type = LinearBackwardArgs
+    replays = True
 
     def pack_backward_args(
         self,

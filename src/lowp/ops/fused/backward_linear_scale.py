@@ -20,6 +20,7 @@ class BackwardLinearScale(FusedOperation):
 
     fuses = (ConstantScale, BasicLinear)
     bwd_args_type = LinearBackwardArgs
+    replays = True
 
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor | Quantized, **_: Any

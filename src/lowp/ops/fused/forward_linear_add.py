@@ -14,6 +14,7 @@ class ForwardLinearAdd(ForwardLinearEpilogue):
 
     fuses = (BasicLinear, AddExtraInput)
     fwd_args_type = LinearForwardArgs
+    replays = True
 
 
 register_fusion(FusionRule("forward", ForwardLinearAdd, epilogue_condition))

@@ -15,6 +15,7 @@ class ForwardLinearBiasAdd(ForwardLinearEpilogue):
 
     fuses = (BasicLinear, Bias, AddExtraInput)
     fwd_args_type = LinearForwardArgs
+    replays = True
 
 
 register_fusion(FusionRule("forward", ForwardLinearBiasAdd, epilogue_condition))

@@ -15,6 +15,7 @@ class ForwardLinearScaleAdd(ForwardLinearEpilogue):
 
     fuses = (BasicLinear, ConstantScale, AddExtraInput)
     fwd_args_type = LinearForwardArgs
+    replays = True
 
 
 register_fusion(FusionRule("forward", ForwardLinearScaleAdd, epilogue_condition))

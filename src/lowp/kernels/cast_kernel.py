@@ -1,0 +1,150 @@
+"""The Triton kernel behind `lowp.kernels.cast`: one pass over the values of a source.
+
+A program takes a tile of rows and columns, writes it along either axis or both, and sums its rows. A source with two
+halves gives two tiles at a time, so that what both need is read and worked out once.
+
+Shape legend: M = rows (tokens), K = features, P = parts of amax, G = groups of rows (see lowp.kernels.bias_grad).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowp.kernels._triton import cdiv, jit, launch, tl
+from lowp.kernels.bias_grad import GROUP, sum_group
+from lowp.kernels.float8 import encode, load_multiplier
+from lowp.kernels.sources import Plain, SourceSpec, Tensors, load_plain_kept
+from lowp.quantizers import Float8CurrentScalingQuantizer
+from lowp.values import decode
+
+CONTRACTION_ALIGNMENT = 16
+"""FP8 GEMMs want rows of a multiple of 16 bytes along the contraction axis (cuBLAS, torch._scaled_mm)."""
+
+
+def pad_contraction(size: int) -> int:
+    """The size of a contraction axis in FP8 data: `size` rounded up to the alignment of FP8 GEMMs."""
+    return (size + CONTRACTION_ALIGNMENT - 1) // CONTRACTION_ALIGNMENT * CONTRACTION_ALIGNMENT
+
+
+@jit
+def _cast_kernel(
+    amax_ptr,
+    operands,
+    row_ptr,
+    column_ptr,
+    scale_ptr,
+    partial_ptr,
+    M,
+    K,
+    M_padded,
+    K_padded,
+    P,
+    epsilon,
+    LOAD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+    HALVES: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
+    FMT_MAX: tl.constexpr,
+    POWER_2: tl.constexpr,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    K_before = (HALVES - 1) * K  # columns before the last half, which is the one that is padded
+    tiles_k = tl.maximum(tl.cdiv(K_padded - K_before, BLOCK_K), 1)
+    tile_m = program // tiles_k
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    if LOAD_FIRST is not None:
+        tiles = LOAD_FIRST(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
+    else:
+        tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
+    if BIAS:
+        for half in tl.static_range(HALVES):
+            partial_pointers = partial_ptr + tile_m * (HALVES * K) + half * K + k
+            x = tiles[half].to(tl.float32)
+            tl.store(partial_pointers, sum_group(x), mask=(tile_m * BLOCK_M < M) & (k < K))
+    if LOAD_FIRST is not None:
+        tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
+    multiplier = load_multiplier(amax_ptr, P, epsilon, FMT_MAX, POWER_2, BLOCK_P)
+    if program == 0:
+        tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
+    for half in tl.static_range(HALVES):
+        q = encode(tiles[half].to(tl.float32), multiplier, row_ptr.dtype.element_ty, FMT_MAX)
+        if ROW:
+            width = K if half < HALVES - 1 else K_padded - K_before
+            tl.store(row_ptr + m * K_padded + half * K + k, q, mask=(m < M) & (k < width))
+        if COLUMN:
+            columns = tl.trans((half * K + k) * M_padded + m)
+            tl.store(column_ptr + columns, tl.trans(q), mask=tl.trans((k < K) & (m < M_padded)))
+
+
+class Config(NamedTuple):
+    """Launch parameters of `_cast_kernel`; with a bias gradient, `block_m` is `GROUP`."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    maxnreg: int | None = None
+
+
+# Measured on an H200; 96 registers let five programs share a multiprocessor.
+ROW_ONLY = Config(block_m=8, block_k=512, num_warps=4)
+TRANSPOSING = Config(block_m=GROUP, block_k=128, num_warps=4, maxnreg=96)
+TRANSPOSING_SCATTERED = TRANSPOSING._replace(maxnreg=None)  # where loads can't be wide, 96 registers don't suffice
+COMPUTED = Config(block_m=128, block_k=128, num_warps=8)
+COMPUTED_SUMMING = Config(
+    block_m=GROUP, block_k=128, num_warps=4
+)  # as many threads as columns: one exchange, no copies
+BLOCK_P = 512
+"""Parts of amax that a program reads at a time."""
+
+
+def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bool) -> Config:
+    if not (transposing or summing):
+        return ROW_ONLY
+    if not isinstance(source, Plain):
+        return COMPUTED_SUMMING if summing or source.halves > 1 else COMPUTED
+    x_MK = tensors[0]
+    return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
+
+
+def cast_launch(
+    tensors: Tensors,
+    source: SourceSpec,
+    amax_P: Tensor,
+    quantizer: str,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor],
+    partial_GK: Tensor | None,
+    config: Config | None,
+) -> None:
+    """Fill `row_data`, `column_data`, `scale` and the partial sums: the launch of every kernel that casts."""
+    row_data, column_data, scale = outputs
+    rule: Float8CurrentScalingQuantizer = decode(quantizer)
+    kernel, halves, (M, K) = source.kernel(tensors), source.halves, source.shape(tensors)
+    bias = partial_GK is not None
+    block_m, block_k, num_warps, maxnreg = config or _config(source, tensors, column_data is not None, bias)
+    M_padded, K_padded, width = pad_contraction(M), pad_contraction(K), K // halves
+    tiles_k = cdiv(K_padded - (halves - 1) * width, block_k)
+    copies = (column_data if row_data is None else row_data, column_data, scale, partial_GK)
+    sizes = (M, width, M_padded, K_padded, amax_P.numel(), rule.amax_epsilon)
+    load_first = load_plain_kept if bias and isinstance(source, Plain) else None
+    flags = (rule.fmt.max, rule.power_2_scale, row_data is not None, column_data is not None, bias)
+    launch(
+        _cast_kernel,
+        max(cdiv(M_padded, block_m) * tiles_k, 1),  # the scale is written even without data
+        (amax_P.contiguous(), kernel.operands, *copies, *sizes),
+        (*kernel.constants(source.dtype), halves, load_first, *flags, block_m, block_k, BLOCK_P),
+        num_warps=num_warps,
+        maxnreg=maxnreg,
+        enable_fp_fusion=False,
+    )
