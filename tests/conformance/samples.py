@@ -135,6 +135,8 @@ def _linear_backward(**fields: Any) -> Sample:
         sequence_parallel=False,
         dtype=BF16,
         input_dtype=BF16,
+        weight_shape=(N, K),
+        weight_dtype=BF16,
         weight_quantizer=None,
         grad_output_quantizer=None,
         override=None,

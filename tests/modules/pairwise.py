@@ -19,9 +19,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Combination]:
     """Few combinations with every pair: each one drawn to cover as many missing pairs as the best of some do."""
     draw = random.Random(0)
     names = list(axes)
-    missing = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
     chosen: list[Combination] = []
     while missing:
         best: Combination = {}

@@ -41,7 +41,7 @@ def test_fuse_wgrad_accumulation(recipe, call, name, device):
     fused.load_state_dict(module.state_dict())
     with_main_grads(fused)
     buffers = {key: weight.main_grad.data_ptr() for key, weight in weights(fused).items()}
-    run, total = call_of(fused, call), {key: 0.0 for key in weights(module)}
+    run, total = call_of(fused, call), dict.fromkeys(weights(module), 0.0)
     for _ in range(2):
         x = batch(2, 15, device=device, dtype=torch.float32)
         dy = dy_of(name, x)
@@ -93,7 +93,7 @@ def test_inductor_adds_in_place(name, device):
 @over_modules
 def test_a_missing_main_grad_is_an_error(name, device):
     module = build(name, device, fuse_wgrad_accumulation=True)
-    with pytest.raises(ValueError, match="accumulate_into_main_grad needs weight.main_grad"):
+    with pytest.raises(ValueError, match="accumulate_into_main_grad needs"):
         module(batch(8, device=device))
 
 

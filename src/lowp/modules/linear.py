@@ -58,8 +58,8 @@ class Linear(OperationGroup, nn.Linear):
             drawn; None: they are the same function of the seed on any number of ranks.
         fuse_wgrad_accumulation: backward adds the weight's gradient to `weight.main_grad` (or overwrites it where
             `weight.overwrite_main_grad` is true), and sets `weight.grad_added_to_main_grad`.
-        delay_wgrad_compute: backward leaves the weight's gradient to `backward_dw()`. Until then `weight.grad` lacks it,
-            and hooks of the weight see None: wrappers that reduce gradients in backward must be told.
+        delay_wgrad_compute: backward leaves the weight's gradient to `backward_dw()`. Until then `weight.grad` lacks
+            it, and hooks of the weight see None: wrappers that reduce gradients in backward must be told.
         save_original_input: backward reads the input as it came, and not a quantized copy: no more memory where
             something else keeps the input too.
         **arguments: of Transformer Engine's Linear, refused where they ask for anything.

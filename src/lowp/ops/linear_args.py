@@ -66,7 +66,7 @@ class LinearBackwardArgs:
     Attributes:
         grad_output: `[..., N]`; None: only an extra output before the layer was used.
         input: what forward kept of the input; None: wgrad doesn't run.
-        weight: `[N, K]`.
+        weight: `[N, K]`; None: dgrad doesn't run.
         weight_statistics: of the weight's quantizer, from forward.
         main_grad: `[N, K]`, where wgrad goes.
         ticket: of the store where backward leaves wgrad's operands, instead of multiplying them.
@@ -74,6 +74,7 @@ class LinearBackwardArgs:
         group, parallel_mode, sequence_parallel: as in forward.
         dtype: of the output.
         input_dtype: of the input and its gradient.
+        weight_shape, weight_dtype: of the weight.
         weight_quantizer, grad_output_quantizer, override, fast_dgrad, fast_wgrad: as `backward_precision` gives them.
         input_quantizer: casts the input, which forward kept as it was; None: nothing to cast.
         input_statistics: of that quantizer, from forward.
@@ -86,7 +87,7 @@ class LinearBackwardArgs:
 
     grad_output: Tensor | Quantized | None
     input: Tensor | Quantized | None
-    weight: Tensor
+    weight: Tensor | None
     weight_statistics: Tensor | None
     main_grad: Mutable
     ticket: Mutable
@@ -96,6 +97,8 @@ class LinearBackwardArgs:
     sequence_parallel: bool
     dtype: torch.dtype
     input_dtype: torch.dtype
+    weight_shape: tuple[int, int]
+    weight_dtype: torch.dtype
     weight_quantizer: Quantizer | None
     grad_output_quantizer: Quantizer | None
     override: BackwardOverride | None

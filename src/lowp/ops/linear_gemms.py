@@ -181,7 +181,7 @@ def start_input(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
     if x.row_data is None:
         column = x
         return lambda: column
-    rows, K = Rows(all_gather(as_matrix(x.row_data), group), x.row[1]), args.weight.shape[1]
+    rows, K = Rows(all_gather(as_matrix(x.row_data), group), x.row[1]), args.weight_shape[1]
     if args.is_quantized:
         return lambda: rows.wait(K, row=False, column=True)
     return lambda: dequantize_rows(rows.wait(K, row=True, column=False), K, args.dtype)
@@ -189,10 +189,11 @@ def start_input(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
 
 def dgrad_weight(args: LinearBackwardArgs) -> Tensor | Quantized:
     """The weight as dgrad reads it."""
+    assert args.weight is not None
     if args.is_quantized:
         return _cast_weight(args, row=False, column=True)
     if args.override == "dequantized":
-        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
+        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight_shape[1], args.dtype)
     return args.weight.to(args.dtype)
 
 
@@ -211,6 +212,7 @@ def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantize
 
 def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quantized:
     """The weight as fprop read it: cast again with the statistics of the forward pass."""
+    assert args.weight is not None
     assert args.weight_quantizer is not None
     return cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=row, column=column)
 
@@ -222,8 +224,14 @@ def wgrad(args: LinearBackwardArgs, operands: WgradOperands, *, in_custom_op: bo
     elif args.main_grad is not None:
         operands.multiply_into(args.main_grad, accumulate=args.accumulate)
     else:
-        return operands.multiply(args.weight.dtype)
+        return operands.multiply(args.weight_dtype)
     return None
+
+
+def empty_weight(args: LinearBackwardArgs) -> Tensor:
+    """A tensor like the weight, of undefined content."""
+    assert args.main_grad is not None
+    return args.main_grad.new_empty(args.weight_shape, dtype=args.weight_dtype)
 
 
 def released(args: LinearBackwardArgs, dy: Tensor | Quantized, copy: str, in_custom_op: bool) -> Tensor | Quantized:

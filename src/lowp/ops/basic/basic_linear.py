@@ -222,7 +222,9 @@ class BasicLinear(LinearWeight):
                 original = input_
                 if args.keep_statistics and aux[0].dtype is not torch.bool:
                     kept = (None, aux[0])
-        ctx.save_for_backward(original, *(kept if wgrad else (None, None)), args.weight, statistics)
+        weight = args.weight if ctx.input_requires_grad else None
+        ctx.save_for_backward(original, *(kept if wgrad else (None, None)), weight, statistics)
+        ctx.weight_shape, ctx.weight_dtype = tuple(args.weight.shape), args.weight.dtype
         ctx.leading = leading
         ctx.compute_dtype = args.dtype
         ctx.kept_by_row = not args.keep_column
@@ -263,7 +265,6 @@ class BasicLinear(LinearWeight):
     ) -> LinearBackwardArgs:
         """The arguments of dgrad and wgrad; for fusions too."""
         original, kept, kept_scale, weight, statistics = ctx.saved_tensors
-        assert weight is not None
         input_: Tensor | Quantized | None = original
         if kept is not None and ctx.kept_by_row:
             input_ = Quantized(kept, kept_scale, None, None)
@@ -282,6 +283,8 @@ class BasicLinear(LinearWeight):
             sequence_parallel=self.sequence_parallel,
             dtype=ctx.compute_dtype,
             input_dtype=ctx.dtype,
+            weight_shape=ctx.weight_shape,
+            weight_dtype=ctx.weight_dtype,
             **ctx.precision,
             input_quantizer=ctx.input_quantizer,
             input_statistics=None if ctx.input_quantizer is None else kept_scale,
@@ -322,6 +325,6 @@ class BasicLinear(LinearWeight):
         if args.input_requires_grad and grad_input is None:
             grad_input = gemms.dgrad(args, dy, gemms.dgrad_weight(args) if weight is None else weight)
         if args.placeholder_grad and not in_custom_op:
-            grad_weight = torch.empty_like(args.weight)
+            grad_weight = gemms.empty_weight(args)
         dx = None if grad_input is None else gemms.with_leading(grad_input.wait(), args.leading)
         return dx, ((grad_weight,),), ((),)
