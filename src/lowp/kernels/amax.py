@@ -99,8 +99,8 @@ class Config(NamedTuple):
 
 DENSE = Config(block_r=1, block_c=4096, num_warps=4)
 STRIDED = Config(block_r=32, block_c=128, num_warps=4)
-COMPUTED = Config(block_r=4, block_c=1024, num_warps=8, stages=1)
-"""Of values that are worked out: many warps, each of which waits for its own loads."""
+COMPUTED = Config(block_r=2, block_c=1024, num_warps=4)
+"""Of values that are worked out."""
 
 
 def _amax_launch(tensors: Tensors, spec: str, config: Config | None = None) -> Tensor:

@@ -101,10 +101,10 @@ class Config(NamedTuple):
 ROW_ONLY = Config(block_m=8, block_k=512, num_warps=4)
 TRANSPOSING = Config(block_m=GROUP, block_k=128, num_warps=4, maxnreg=96)
 TRANSPOSING_SCATTERED = TRANSPOSING._replace(maxnreg=None)  # where loads can't be wide, 96 registers don't suffice
-COMPUTED = Config(block_m=128, block_k=128, num_warps=8)
-COMPUTED_SUMMING = Config(
-    block_m=GROUP, block_k=128, num_warps=4
-)  # as many threads as columns: one exchange, no copies
+COMPUTED = Config(block_m=GROUP, block_k=128, num_warps=8)
+# With sums, as many threads as columns: one exchange between them, and no copies.
+COMPUTED_SUMMING = Config(block_m=GROUP, block_k=128, num_warps=4)
+COMPUTED_SUMMING_HALVES = Config(block_m=GROUP, block_k=64, num_warps=2)
 BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
 
@@ -113,7 +113,9 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
-        return COMPUTED_SUMMING if summing or source.halves > 1 else COMPUTED
+        if not summing:
+            return COMPUTED
+        return COMPUTED_SUMMING if source.halves == 1 else COMPUTED_SUMMING_HALVES
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
 
