@@ -52,12 +52,20 @@ class Quantized(NamedTuple):
 
 
 class QuantizeRequest(NamedTuple):
-    """What a neighbouring operation wants to be handed: a spec, the copies that it reads, and the last axis's size."""
+    """What a neighbouring operation wants to be handed.
+
+    Attributes:
+        quantizer: how it quantizes what it reads.
+        row, column: the copies that it reads.
+        size: of the last axis.
+        high_precision: it reads the values in high precision too.
+    """
 
     quantizer: Quantizer
     row: bool
     column: bool
     size: int
+    high_precision: bool = False
 
 
 class _Method(NamedTuple):
@@ -83,6 +91,8 @@ def register_quantizer(
     takes_sources: bool = False,
 ) -> None:
     """Say how a class of quantizer specs is applied.
+
+    Each function takes `x_MK` as a tensor or as a source (see `lowp.kernels.sources`).
 
     Args:
         spec: the class of the specs.
@@ -136,6 +146,16 @@ def measure(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | None:
     return method.measure(method.values(x_MK))
 
 
+def operand_values(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | Source:
+    """A source as the functions of `spec` take it, for several calls: worked out once where they take tensors only."""
+    return _METHODS[type(spec)].values(x_MK)
+
+
+def measures_amax(spec: Quantizer) -> bool:
+    """Whether `measure` gives the amax: who worked it out already needn't ask."""
+    return _METHODS[type(spec)].measure is amax
+
+
 def cast_operand(
     x_MK: Tensor | Source, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool
 ) -> Quantized:
@@ -154,7 +174,7 @@ def cast_operand_bias_grad(
 
 def quantize_operand(x_MK: Tensor | Source, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
     """`measure`, then `cast_operand`."""
-    x_MK = _METHODS[type(spec)].values(x_MK)
+    x_MK = operand_values(x_MK, spec)
     return cast_operand(x_MK, measure(x_MK, spec), spec, row=row, column=column)
 
 

@@ -40,7 +40,12 @@ REGISTRY: dict[str, Registered] = {}
 
 
 def register(
-    schema: str, *, ref: Callable[..., Any], launch: Callable[..., Any], allocate: Callable[..., Any]
+    schema: str,
+    *,
+    ref: Callable[..., Any],
+    launch: Callable[..., Any],
+    allocate: Callable[..., Any],
+    random: bool = False,
 ) -> Callable[..., Any]:
     """Register one operator and return the function that calls it.
 
@@ -50,6 +55,7 @@ def register(
         ref: kernel in plain torch, for CPU.
         launch: kernel for CUDA.
         allocate: fake kernel.
+        random: each call gives another result: compilers neither merge nor repeat calls.
 
     Raises:
         ValueError: an operator of this name is registered, an argument's name is reserved, or a list of tensors is
@@ -73,7 +79,8 @@ def register(
         require(not reserved, f"lowp::{name}", "arguments of a mutating operator need other names", got=reserved)
     rest = schema.partition("->")[0].partition(",")[2]
     require("Tensor[]" not in rest, f"lowp::{name}", "a list of tensors must be the first argument", got=rest)
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ()))
+    LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, _guarded(ref), "CPU")
     LIBRARY.impl(name, _guarded(launch), "CUDA")
     torch.library.register_fake(f"lowp::{name}", allocate, lib=LIBRARY)

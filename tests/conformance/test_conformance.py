@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lowp.formats import HIGH_PRECISION, ElementFormat
 from lowp.kernels.amax import PARTIALS
 from lowp.registration import REGISTRY
+from tests.conformance.layers import LAYERS
 from tests.conformance.samples import SAMPLES, SUMS, Draw
 from tests.library_ops import LIBRARY_OPS
 
 ROWS = 7
 FP8 = [fmt.dtype for fmt in ElementFormat]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SAMPLES |= LAYERS
 CALLS = [pytest.param(name, label, id=f"{name}-{label}") for name in SAMPLES for label in SAMPLES[name]]
 
 device_and_sample = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize(("name", "label"), CALLS)]

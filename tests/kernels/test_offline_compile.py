@@ -18,6 +18,7 @@ import lowp.kernels
 from lowp.formats import E4M3, E5M2
 from lowp.kernels import amax, bias_grad, cast_kernel, dequantize, transpose
 from lowp.kernels.sources import load_plain, load_plain_kept
+from tests.kernels.norm_builds import norm_builds
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -196,6 +197,7 @@ def transpose_builds() -> Iterator[Build]:
 
 
 BUILDS = [*amax_builds(), *cast_builds(), *bias_grad_builds(), *dequantize_builds(), *transpose_builds()]
+BUILDS += [Build(*made) for made in norm_builds()]
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)

@@ -65,7 +65,7 @@ def step_of(
     tensors: list[Tensor],
     grads: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:
-    """`step` with extra inputs and outputs.
+    """`step` with extra inputs and outputs; random operations draw the same numbers each time.
 
     Args:
         call: takes `tensors`, gives one output or several.
@@ -79,6 +79,7 @@ def step_of(
     tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     for parameter in module.parameters():
         parameter.grad = None
+    torch.manual_seed(0)
     outputs = call(*tensors)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     grads = [torch.ones_like(y) for y in outputs] if grads is None else grads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lowp import ops
 from lowp import recipe as recipes
 from lowp.ops import plan as planning
+from lowp.ops.op import computes_as
 from tests.ops import oracle
 
 F = 16
@@ -50,8 +52,25 @@ KINDS: dict[str, Kind] = {
     "quantize_backward": Kind(ops.Quantize, lambda size, **options: ops.Quantize(forward=False, backward=True)),
     "identity": Kind(ops.Identity, lambda size, **options: ops.Identity()),
     "reshape": Kind(ops.Reshape, lambda size, **options: ops.Reshape((-1, size))),
+    "dropout": Kind(ops.Dropout, lambda size, **options: ops.Dropout(0.5)),
+    "layer_norm": Kind(ops.LayerNorm, ops.LayerNorm, exact=False),
+    "rms_norm": Kind(ops.RMSNorm, partial(ops.RMSNorm, zero_centered_gamma=True), exact=False),
+    "l2": Kind(ops.L2Normalization, lambda size, **options: ops.L2Normalization(), exact=False),
 }
 """Operations by name."""
+
+
+def _halved(size: int) -> int | None:
+    return None if size % 2 else size // 2
+
+
+for _class in ops.ACTIVATION_CLASSES:
+    KINDS[_class.__name__] = Kind(
+        _class,
+        lambda size, _class=_class, **options: _class(),
+        exact=_class is ops.ReLU,
+        features=_halved if _class().gated else lambda size: size,
+    )
 
 PATTERNS = [rule.fused.fuses for rule in planning._RULES]
 """Operations that a rule fuses: drawn together, since single draws seldom give them."""
@@ -114,7 +133,7 @@ def sequences(draw: Any, exact: bool, kinds: Sequence[str] = (), longest: int = 
         fitting = [
             name
             for name in kinds or KINDS
-            if (kind is None or KINDS[name].type is kind)
+            if (kind is None or computes_as(KINDS[name].type, kind))
             and (KINDS[name].exact or not exact)
             and KINDS[name].features(features) is not None
             and not (exact and name == "linear" and names.count("linear") == 3)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lowp.distributed.sharding import Sharding
+from lowp.errors import fail
+from lowp.formats import HIGH_PRECISION
 from lowp.ops.fuser import OperationFuser
 from lowp.ops.op import FusibleOperation
 from lowp.recipe import Recipe
@@ -107,8 +109,8 @@ class BasicOperation(PartialGradients, FusibleOperation):
         """How each sharded parameter is split."""
         return {}
 
-    def own_parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `parameter_names`."""
+    def own_parameters(self) -> list[Tensor | None]:
+        """The parameters, in the order of `parameter_names`; None where there is none."""
         return [self.parameter(name) for name in self.parameter_names]
 
     def bypassed(self, recipe: Recipe | None) -> bool:
@@ -145,3 +147,9 @@ def check_size(op: str, what: str, x: Tensor, size: int) -> None:
     """Raise unless the last axis of `x` has `size` elements."""
     if x.ndim == 0 or x.shape[-1] != size:
         raise ValueError(f"{op}: {what} must have {size} elements, got shape {tuple(x.shape)}.")
+
+
+def check_high_precision(op: str, x: Tensor) -> None:
+    """Raise unless the input is of a dtype that the kernels take."""
+    if x.dtype not in HIGH_PRECISION:
+        fail(op, f"the input must be one of {HIGH_PRECISION}", got=x.dtype, error=TypeError)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowp.errors import fail
-from lowp.ops.op import DIRECTIONS
+from lowp.ops.describe import describe
+from lowp.ops.op import DIRECTIONS, computes_as
 from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
@@ -64,11 +65,11 @@ class OperationFuser:
         if len(extra_inputs) != self.num_extra_inputs:
             fail("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", got=len(extra_inputs))
         recipe = self._resolve(recipe)
-        parameters = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
+        parameters: list[Any] = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
         call = self.prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs)
         if not call.plan.forward:
             return input_
-        tensors = [input_, *parameters, *extra_inputs]
+        tensors: list[Any] = [input_, *parameters, *extra_inputs]
         if call.autocast_dtype is None:
             return self._run(call, tensors)
         with torch.autocast(input_.device.type, enabled=False):
@@ -95,7 +96,7 @@ class OperationFuser:
     def prepare(
         self,
         input_: Tensor,
-        parameters: list[Tensor],
+        parameters: list[Tensor | None],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
@@ -112,7 +113,7 @@ class OperationFuser:
         if revisions != self._revisions:  # someone set an attribute of an operation
             self._calls, self._revisions = {}, revisions
         bundle = None if recipe is None else recipe.bundle
-        facts = [(tensor.dtype, tensor.requires_grad) for tensor in (input_, *parameters, *extra_inputs)]
+        facts = [None if t is None else (t.dtype, t.requires_grad) for t in (input_, *parameters, *extra_inputs)]
         key = (grads, autocast_dtype, bundle, *facts, *[op.training for op in self.basic_ops])
         call = self._calls.get(key)
         if call is None:
@@ -123,7 +124,7 @@ class OperationFuser:
     def _prepare(
         self,
         input_: Tensor,
-        parameters: list[Tensor],
+        parameters: list[Tensor | None],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
@@ -134,7 +135,7 @@ class OperationFuser:
         extra_dtypes = split_groups([tensor.dtype for tensor in extra_inputs], extra_counts)
         dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe, extra_dtypes)
         counts = [len(op.parameter_names) for op in self.basic_ops]
-        own = split_groups([grads and parameter.requires_grad for parameter in parameters], counts)
+        own = split_groups([p is not None and grads and p.requires_grad for p in parameters], counts)
         extra = split_groups([grads and tensor.requires_grad for tensor in extra_inputs], extra_counts)
         wanted = grads and input_.requires_grad
         input_requires_grad, requires_grad = [], []
@@ -176,6 +177,11 @@ class OperationFuser:
             self.basic_ops, self.fusions, tuple(dtypes), tuple(extra), autocast_dtype, recipe, compiling
         )
 
+    def describe(self, dtype: torch.dtype, recipe: Recipe | None) -> str:
+        """The plan for people, as if all gradients were wanted."""
+        dtypes, plan = self.plan(dtype, None, recipe)
+        return describe(self.basic_ops, plan, dtypes, recipe)
+
     def _run(self, call: Call, tensors: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():
             reason = _unsupported_reason(call.plan)
@@ -202,22 +208,30 @@ def _no_recipe(which: str, where: str) -> RuntimeError:
     )
 
 
-def _without_repetitions(tensors: list[Tensor]) -> list[Tensor]:
+def _without_repetitions(tensors: list[Any]) -> list[Any]:
     """The tensors, with views of those that came before: Dynamo traces no Function that takes a tensor twice."""
-    distinct: list[Tensor] = []
+    distinct: list[Any] = []
     for tensor in tensors:
         seen = False
         for other in distinct:
-            seen = seen or tensor is other
+            seen = seen or (tensor is other and tensor is not None)
         distinct.append(tensor.view_as(tensor) if seen else tensor)
     return distinct
 
 
 def _can_be_replayed(plan: Plan) -> bool:
-    """Whether the classes of all steps say so themselves: what a subclass adds may change more than tensors."""
+    """Whether the classes of all steps say so."""
     if torch.compiler.is_compiling():
         return False
-    return all(vars(type(step.op)).get("replays", False) for step in (*plan.forward, *plan.backward))
+    return all(_says_it_replays(type(step.op)) for step in (*plan.forward, *plan.backward))
+
+
+def _says_it_replays(cls: type) -> bool:
+    """Whether the class says so, or the one that it derives from and computes as."""
+    for owner in cls.__mro__:
+        if "replays" in vars(owner):
+            return vars(owner)["replays"] and computes_as(cls, owner)
+    return False
 
 
 def _unsupported_reason(plan: Plan) -> str | None:

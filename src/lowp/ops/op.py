@@ -9,6 +9,7 @@ same five steps, eager and compiled:
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -92,7 +93,8 @@ class FusibleOperation(nn.Module):
         num_extra_inputs, num_extra_outputs: tensors besides input and output.
         quantizes_output, quantizes_grad_input: the result may be `Quantized`.
         replays: both passes depend on their tensors' layouts and the operation's attributes only, and change nothing
-            but what they are given: eager mode may replay them (see `lowp.ops.replay`). Not inherited.
+            but what they are given: eager mode may replay them (see `lowp.ops.replay`). A derived class that overrides
+            a method must say so again.
     """
 
     fwd_args_type: ClassVar[type | None] = None
@@ -113,6 +115,8 @@ class FusibleOperation(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "replays" not in vars(cls) and _overrides(cls):
+            cls.replays = False
         cls.registered = {**cls.registered, **register_direction(cls, "forward"), **register_direction(cls, "backward")}
 
     @classmethod
@@ -183,6 +187,10 @@ class FusibleOperation(nn.Module):
         """`backward_compute`'s results in shape, dtype, strides and device; by default, from the kernels' own fakes."""
         return cls.backward_compute(args, in_custom_op=True)
 
+    def is_kind(self, kind: type) -> bool:
+        """Whether fusion rules that name `kind` hold: for it, and for classes that change its constructor alone."""
+        return computes_as(type(self), kind)
+
     def compile_unsupported_reason(self, direction: Direction) -> str | None:
         """Why this direction can't be compiled; None: it can."""
         return None
@@ -200,3 +208,30 @@ class FusibleOperation(nn.Module):
     def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
         """The quantized form in which this operation would take its output's gradient; None: high precision."""
         return None
+
+    def hands_over(
+        self, basic_op_ctxs: list[OperationContext], direction: Direction, request: QuantizeRequest | None
+    ) -> bool:
+        """Whether the result of a direction is given quantized to a neighbour with this request, if the size fits."""
+        return False
+
+
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+_HARMLESS = ("__init__", "extra_repr", "reset_parameters")
+
+
+def computes_as(cls: type, kind: type) -> bool:
+    """Whether `cls` is `kind`, or derives from it and overrides none of its methods but harmless ones."""
+    for derived in cls.__mro__ if issubclass(cls, kind) else ():
+        if derived is kind:
+            return True
+        for name, value in vars(derived).items():
+            if isinstance(value, _METHODS) and hasattr(kind, name) and name not in _HARMLESS:
+                return False
+    return False
+
+
+def _overrides(cls: type) -> bool:
+    """Whether a class replaces anything that runs in a pass."""
+    own = {name for name, value in vars(cls).items() if callable(value) or isinstance(value, (classmethod, property))}
+    return any(name not in _HARMLESS and hasattr(base, name) for name in own for base in cls.__bases__)

@@ -90,18 +90,24 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
     extra_inputs = split_groups(tensors[sum(counts) :], [op.num_extra_inputs for op in call.basic_ops])
     extra_outputs: list[Tensor] = []
     fresh = False  # whether `input_` is a tensor that this call made and that nobody else holds
-    for op, start, stop in call.plan.forward:
+    steps = call.plan.forward
+    for index in range(len(steps)):
+        op, start, stop = steps[index]
+        grad_request = input_request = None
+        if index > 0:
+            previous = steps[index - 1].stop - 1
+            if call.requires_grad[previous]:
+                grad_request = call.basic_ops[previous].grad_output_request(ctxs[previous])
+        if index + 1 < len(steps):
+            following = steps[index + 1].start
+            input_request = call.basic_ops[following].input_request(ctxs[following])
         args = op.pack_forward_args(
             ctxs[start:stop],
             input_,
             basic_op_extra_inputs=extra_inputs[start:stop],
             basic_op_kwargs=call.kwargs[start:stop],
-            prev_op_grad_output_quantizer=(
-                call.basic_ops[start - 1].grad_output_request(ctxs[start - 1])
-                if start > 0 and call.requires_grad[start - 1]
-                else None
-            ),
-            next_op_input_quantizer=call.basic_ops[stop].input_request(ctxs[stop]) if stop < len(ctxs) else None,
+            prev_op_grad_output_quantizer=grad_request,
+            next_op_input_quantizer=input_request,
         )
         output, extra, aux = compute(op, "forward", args)
         for outputs in extra:
@@ -119,7 +125,7 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
         ctx.parameters = ()  # what backward reads is saved
     if not fresh:
         input_ = input_.clone()
-    elif call.plan.forward[-1].op.is_view:  # a Function's output that is a view can't be changed in place
+    elif steps[-1].op.is_view:  # a Function's output that is a view can't be changed in place
         input_ = torch.ops.aten._unsafe_view.default(input_, list(input_.shape))
     return input_, extra_outputs, ctxs
 

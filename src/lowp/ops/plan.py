@@ -110,15 +110,6 @@ class Plan(NamedTuple):
     backward: tuple[Step, ...]
     declined: tuple[str, ...]
 
-    def __str__(self) -> str:
-        lines = [f"{direction:9}" + " -> ".join(map(_name, getattr(self, direction))) for direction in DIRECTIONS]
-        return "\n".join([*lines, *self.declined])
-
-
-def _name(step: Step) -> str:
-    span = f"{step.start}" if step.stop == step.start + 1 else f"{step.start}..{step.stop - 1}"
-    return f"{type(step.op).__name__}[{span}]"
-
 
 def candidates(basic_ops: tuple[BasicOperation, ...]) -> tuple[Candidate, ...]:
     """All rules whose patterns occur, the longest first."""
@@ -126,7 +117,7 @@ def candidates(basic_ops: tuple[BasicOperation, ...]) -> tuple[Candidate, ...]:
         Candidate(rule, start, rule.fused(basic_ops[start : start + len(rule.fused.fuses)]))
         for rule in reversed(_RULES)
         for start in range(len(basic_ops) - len(rule.fused.fuses) + 1)
-        if all(type(op) is kind for op, kind in zip(basic_ops[start:], rule.fused.fuses, strict=False))
+        if all(op.is_kind(kind) for op, kind in zip(basic_ops[start:], rule.fused.fuses, strict=False))
     ]
     return tuple(sorted(found, key=lambda candidate: -len(candidate.rule.fused.fuses)))
 

@@ -117,13 +117,16 @@ class Sequential(nn.Sequential):
 
     @property
     def plan(self) -> str:
-        """What runs fused in each direction, under the recipe in force and for inputs in the weights' dtype."""
+        """What runs in each direction, under the recipe in force and for inputs in the weights' dtype.
+
+        `a[0] -> b[1]` hands a tensor over, `a[0] =E4M3=> b[1]` what b reads, quantized as a's result is made.
+        """
         recipe = self.recipe or current_recipe()
         dtype = next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
         lines = [f"recipe   {recipe if recipe is not None else 'high precision'}"]
         for group in self._groups:
             if isinstance(group, OperationFuser):
-                lines.append(str(group.plan(dtype, None, recipe)[1]))
+                lines.append(group.describe(dtype, recipe))
             else:
                 lines.append(f"module   {type(group).__name__}")
         return "\n".join(lines)

@@ -128,14 +128,19 @@ class BasicLinear(LinearWeight):
         return autocast_dtype or input_dtype
 
     def input_request(self, ctx: OperationContext) -> QuantizeRequest | None:
-        """Row for fprop; column for wgrad, unless the recipe overrides backward. None where ranks agree on an amax."""
+        """Row for fprop; for wgrad column, or what the recipe's override says. None where ranks agree on an amax."""
         if ctx.recipe is None or self.parallel.gathers("column"):
             return None
-        wgrad = ctx.parameters_require_grad[0]
+        wgrad, override = ctx.parameters_require_grad[0], ctx.recipe.backward_override
         if wgrad and self.save_original_input:
             return None
-        column = wgrad and ctx.recipe.backward_override is None
-        return QuantizeRequest(ctx.recipe.quantizer("input"), True, column, self.local_in_features)
+        return QuantizeRequest(
+            ctx.recipe.quantizer("input"),
+            row=True,
+            column=wgrad and override is None,
+            size=self.local_in_features,
+            high_precision=wgrad and override == "high_precision",
+        )
 
     def grad_output_request(self, ctx: OperationContext) -> QuantizeRequest | None:
         """Row for dgrad, column for wgrad, unless the recipe overrides backward or ranks agree on an amax."""

@@ -23,7 +23,8 @@ from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
 from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation, check_size
-from lowp.ops.op import BackwardContext, OperationContext
+from lowp.ops.handover import copies, wants_quantized
+from lowp.ops.op import BackwardContext, Direction, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
 from lowp.quantizers import Quantizer
 
@@ -140,6 +141,14 @@ class Bias(BasicOperation):
             return input_dtype
         return torch.promote_types(input_dtype, self.parameter("bias").dtype)
 
+    def hands_over(
+        self, basic_op_ctxs: list[OperationContext], direction: Direction, request: QuantizeRequest | None
+    ) -> bool:
+        """In backward, where its own gradient is wanted and the sum's dtype is the input's."""
+        ctx = basic_op_ctxs[0]
+        same = self.output_dtype(ctx.dtype, ctx.autocast_dtype) == ctx.dtype
+        return direction == "backward" and ctx.parameters_require_grad[0] and same and wants_quantized(request)
+
     def pack_forward_args(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -169,15 +178,9 @@ class Bias(BasicOperation):
     ) -> BiasBackwardArgs:
         """The gradient, and what the operation before reads."""
         ctx = basic_op_ctxs[0]
-        request = ctx.bias_request
-        return BiasBackwardArgs(
-            grad_output,
-            ctx.bias_dtype,
-            ctx.parameters_require_grad[0],
-            None if request is None else request.quantizer,
-            request is not None and request.row,
-            request is not None and request.column,
-        )
+        same = grad_output.dtype == ctx.dtype  # else what is quantized is rounded first, and what is summed is not
+        quantizer, row, column = copies(ctx.bias_request if same else None, self.size)
+        return BiasBackwardArgs(grad_output, ctx.bias_dtype, ctx.parameters_require_grad[0], quantizer, row, column)
 
     @classmethod
     def backward_compute(cls, args: BiasBackwardArgs, *, in_custom_op: bool = False) -> Any:
@@ -185,7 +188,7 @@ class Bias(BasicOperation):
         dy_MN = as_matrix(args.grad_output)
         grad_input: Quantized | None = None
         grad_bias: Tensor | None = None
-        if args.quantizer is not None and args.bias_requires_grad and (args.row or args.column):
+        if args.quantizer is not None and args.bias_requires_grad:
             statistics = measure(dy_MN, args.quantizer)
             grad_input, grad_bias = cast_operand_bias_grad(
                 dy_MN, statistics, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.linear_gemms import with_leading
-from lowp.ops.op import BackwardContext, OperationContext
+from lowp.ops.op import BackwardContext, Direction, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest, as_matrix, dequantize_rows, quantize_operand
 from lowp.quantizers import Quantizer
 from lowp.recipe import Recipe
@@ -30,10 +30,16 @@ class QuantizeArgs:
 
 
 def _pack(value: Tensor, quantizer: Quantizer | None, request: QuantizeRequest | None) -> QuantizeArgs:
-    if request is None or request.quantizer != quantizer:
+    if not _fits(quantizer, request):
         return QuantizeArgs(value, quantizer, row=False, column=False)
+    assert request is not None
     check_size("Quantize", "the last axis of what the next operation reads", value, request.size)
     return QuantizeArgs(value, quantizer, request.row, request.column)
+
+
+def _fits(quantizer: Quantizer | None, request: QuantizeRequest | None) -> bool:
+    """Whether the neighbour reads what this quantizer gives."""
+    return request is not None and request.quantizer == quantizer
 
 
 def _compute(args: QuantizeArgs) -> Tensor | Quantized | None:
@@ -76,6 +82,15 @@ class Quantize(BasicOperation):
     def bypassed(self, recipe: Recipe | None) -> bool:
         """Without a recipe."""
         return recipe is None or not (self.quantizes_forward or self.quantizes_backward)
+
+    def hands_over(
+        self, basic_op_ctxs: list[OperationContext], direction: Direction, request: QuantizeRequest | None
+    ) -> bool:
+        """Where the neighbour's quantizer is the same."""
+        recipe = basic_op_ctxs[0].recipe
+        if recipe is None or not (self.quantizes_forward if direction == "forward" else self.quantizes_backward):
+            return False
+        return _fits(recipe.quantizer("input" if direction == "forward" else "grad_output"), request)
 
     def pack_forward_args(
         self,

@@ -1,0 +1,298 @@
+"""The Triton kernels of the norms: see lowp.kernels.norm and norm_grad, whose formulas they compute.
+
+A sum over K is multiplied by `share`: 1 / K makes it a mean, 1 leaves it a sum. The mean is corrected by the mean
+deviation from it, so that it is exact where a row is constant; the variance is that of the deviations from the mean,
+so that a large mean takes nothing from it.
+
+Shape legend: M = rows (tokens), K = features; R = rows of a tile, L = parts of a row.
+Source: Chan et al., Algorithms for Computing the Sample Variance (1983), for rows that don't fit into registers.
+"""
+
+from __future__ import annotations
+
+from lowp.kernels._triton import constexpr, jit, tl
+from lowp.kernels.amax import PARTIALS
+from lowp.kernels.normalized import normalize
+
+_PARTIALS = constexpr(PARTIALS)
+
+
+@jit
+def mean_of_rows(mean_RL, count_RL, share):
+    """The mean of rows, from means and counts of their parts."""
+    near = tl.sum(mean_RL * count_RL, 1, keep_dims=True) * share
+    return near + tl.sum((mean_RL - near) * count_RL, 1, keep_dims=True) * share
+
+
+@jit
+def inverse_root(squares_RL, share, eps):
+    """1 / sqrt(sum * share + eps), each step to nearest."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares_RL, 1, keep_dims=True) * share + eps))
+
+
+@jit
+def mean_of_neighbours(x_RK, LEVELS: tl.constexpr):
+    """Means of 2**LEVELS neighbours, exact where these are equal; in a thread, so a sum over a row has less to do."""
+    for _ in tl.static_range(LEVELS):
+        even, odd = tl.split(tl.reshape(x_RK, [x_RK.shape[0], x_RK.shape[1] // 2, 2]))
+        x_RK = even + odd
+    return x_RK * 0.5**LEVELS
+
+
+@jit
+def _emit(y_ptr, offset, y, present, DTYPE: tl.constexpr, OVERFLOW: tl.constexpr):
+    """Write y, rounded, if it is wanted, and give what counts for amax: rounded at last, since that keeps the order."""
+    if y_ptr is not None:
+        tl.store(y_ptr + offset, y.to(DTYPE), mask=present)
+    magnitude = tl.abs(y)
+    return tl.where(present & (magnitude < OVERFLOW), magnitude, 0.0)
+
+
+@jit
+def _store_amax(amax_ptr, largest, DTYPE: tl.constexpr):
+    """One part for each program; the parts without a program are 0."""
+    turn = tl.arange(0, _PARTIALS)
+    part = tl.program_id(0) + turn * tl.num_programs(0)
+    amax = tl.max(largest).to(DTYPE).to(tl.float32)
+    tl.store(amax_ptr + part, tl.where(turn == 0, amax, 0.0), mask=part < _PARTIALS)
+
+
+@jit
+def norm_kernel(
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    amax_ptr,
+    M,
+    K,
+    stride_m,
+    share,
+    eps,
+    ZERO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Rows that fit into registers. KEEP: the parameters stay there too; PREFETCH: the next tile is read early."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    in_row = tl.full([1, BLOCK_K], True, tl.int1) if EVEN else k < K
+    w = tl.load(w_ptr + k, mask=in_row, other=0.0) if KEEP and (w_ptr is not None) else None
+    b = tl.load(b_ptr + k, mask=in_row, other=0.0) if KEEP and (b_ptr is not None) else None
+    r = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    step = tl.num_programs(0) * BLOCK_M
+    if PREFETCH:
+        m = tl.program_id(0) * BLOCK_M + r
+        following = tl.load(x_ptr + m * stride_m + k, mask=in_row & (m < M), other=0.0)
+    largest = tl.zeros([BLOCK_M, BLOCK_K // 2**LEVELS], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, M, step):
+        m = start + r
+        inside = tl.full([1, 1], True, tl.int1) if BLOCK_M == 1 else m < M
+        present = in_row & inside
+        if PREFETCH:
+            x = following.to(tl.float32)
+            ahead = m + step
+            following = tl.load(x_ptr + ahead * stride_m + k, mask=in_row & (ahead < M), other=0.0)
+        else:
+            x = tl.load(x_ptr + m * stride_m + k, mask=present, other=0.0).to(tl.float32)
+        mean = None
+        off = x
+        if mean_ptr is not None:
+            count = present.to(tl.float32)
+            counts = mean_of_neighbours(count, LEVELS) * 2**LEVELS
+            mean = mean_of_rows(mean_of_neighbours(x, LEVELS), counts, share)
+            tl.store(mean_ptr + m, mean, mask=inside)
+            off = (x - mean) * count
+        rstd = inverse_root(off * off, share, eps)
+        tl.store(rstd_ptr + m, rstd, mask=inside)
+        if KEEP:
+            y = normalize(x, mean, rstd, w, b, ZERO)
+        else:
+            w_now = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+            b_now = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
+            y = normalize(x, mean, rstd, w_now, b_now, ZERO)
+        magnitude = _emit(y_ptr, m * K + k, y, present, DTYPE, OVERFLOW)
+        magnitude = tl.reshape(magnitude, [BLOCK_M, BLOCK_K // 2**LEVELS, 2**LEVELS])
+        largest = tl.maximum(largest, tl.max(magnitude, 2))
+    if amax_ptr is not None:
+        _store_amax(amax_ptr, largest, DTYPE)
+
+
+@jit
+def norm_long_kernel(
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    amax_ptr,
+    M,
+    K,
+    stride_m,
+    share,
+    eps,
+    ZERO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows that don't: read once for the statistics of every BLOCK_K-th element, which are merged, and once for y."""
+    lane = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
+    largest = tl.zeros([1, BLOCK_K], tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        m = tl.full([1, 1], row, tl.int64)
+        means = tl.zeros([1, BLOCK_K], tl.float32)
+        squares = tl.zeros([1, BLOCK_K], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + lane
+            x = tl.load(x_ptr + m * stride_m + k, mask=k < K, other=0.0).to(tl.float32)
+            off = x
+            if mean_ptr is not None:
+                off = tl.where(k < K, x - means, 0.0)
+                means += off * tl.div_rn(1.0, (start // BLOCK_K + 1) * 1.0)
+            squares += off * (x - means)
+        mean = None
+        if mean_ptr is not None:
+            counts = tl.cdiv(K - lane, BLOCK_K).to(tl.float32)
+            mean = mean_of_rows(means, counts, share)
+            tl.store(mean_ptr + m, mean)
+            squares += (means - mean) * (means - mean) * counts
+        rstd = inverse_root(squares, share, eps)
+        tl.store(rstd_ptr + m, rstd)
+        for start in range(0, K, BLOCK_K):
+            k = start + lane
+            x = tl.load(x_ptr + m * stride_m + k, mask=k < K, other=0.0)
+            w = tl.load(w_ptr + k, mask=k < K, other=0.0) if w_ptr is not None else None
+            b = tl.load(b_ptr + k, mask=k < K, other=0.0) if b_ptr is not None else None
+            y = normalize(x, mean, rstd, w, b, ZERO)
+            largest = tl.maximum(largest, _emit(y_ptr, m * K + k, y, k < K, DTYPE, OVERFLOW))
+    if amax_ptr is not None:
+        _store_amax(amax_ptr, largest, DTYPE)
+
+
+@jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@jit
+def _store_dx(dx_ptr, offset, dx, present, residual_ptr, residual_offset):
+    """Round, add, round again: as if the addition were a kernel of its own."""
+    dx = dx.to(dx_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + residual_offset, mask=present, other=0.0)
+        dx = (dx.to(tl.float32) + residual.to(tl.float32)).to(dx.dtype)
+    tl.store(dx_ptr + offset, dx, mask=present)
+
+
+@jit
+def norm_grad_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    w_ptr,
+    residual_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    M,
+    K,
+    stride_dy,
+    stride_x,
+    stride_residual,
+    share,
+    ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each program has its rows in turn: whole ones if dx is wanted, else BLOCK_K of their columns. KEEP: as above."""
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    in_row = tl.full([1, BLOCK_K], True, tl.int1) if EVEN else k < K
+    w = tl.load(w_ptr + k, mask=in_row, other=0.0) if KEEP and (w_ptr is not None) else None
+    dw = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    db = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    r = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+        m = start + r
+        inside = tl.full([1, 1], True, tl.int1) if BLOCK_M == 1 else m < M
+        present = in_row & inside
+        dy = tl.load(dy_ptr + m * stride_dy + k, mask=present, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + m * stride_x + k, mask=present, other=0.0)
+        mean = tl.load(mean_ptr + m, mask=inside, other=0.0) if mean_ptr is not None else None
+        rstd = tl.load(rstd_ptr + m, mask=inside, other=0.0)
+        xhat = normalize(x, mean, rstd, None, None, False)
+        if dw_ptr is not None:
+            dw += dy * xhat
+        if db_ptr is not None:
+            db += dy
+        if dx_ptr is not None:
+            if KEEP:
+                g = normalize(dy, None, 1.0, w, None, ZERO)
+            else:
+                w_now = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+                g = normalize(dy, None, 1.0, w_now, None, ZERO)
+            if mean is None:
+                dx = g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) * share)
+            else:
+                along, level = tl.reduce((g * xhat, g), 1, _add_pairs, keep_dims=True)
+                dx = g - xhat * (along * share) - level * share
+            _store_dx(dx_ptr, m * K + k, dx * rstd, present, residual_ptr, m * stride_residual + k)
+    partial = tl.program_id(0).to(tl.int64) * K + k
+    if dw_ptr is not None:
+        tl.store(dw_ptr + partial, tl.sum(dw, 0, keep_dims=True), mask=in_row)
+    if db_ptr is not None:
+        tl.store(db_ptr + partial, tl.sum(db, 0, keep_dims=True), mask=in_row)
+
+
+@jit
+def norm_grad_long_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    w_ptr,
+    residual_ptr,
+    dx_ptr,
+    K,
+    stride_dy,
+    stride_x,
+    stride_residual,
+    share,
+    ZERO: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows that don't fit into registers: read once for the sums over them, and once for dx."""
+    m = tl.full([1, 1], tl.program_id(0), tl.int64)
+    mean = tl.load(mean_ptr + m) if mean_ptr is not None else None
+    rstd = tl.load(rstd_ptr + m)
+    along = tl.zeros([1, BLOCK_K], tl.float32)
+    level = tl.zeros([1, BLOCK_K], tl.float32)
+    for turn in tl.static_range(2):
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            dy = tl.load(dy_ptr + m * stride_dy + k, mask=k < K, other=0.0)
+            x = tl.load(x_ptr + m * stride_x + k, mask=k < K, other=0.0)
+            w = tl.load(w_ptr + k, mask=k < K, other=0.0) if w_ptr is not None else None
+            g = normalize(dy, None, 1.0, w, None, ZERO)
+            xhat = normalize(x, mean, rstd, None, None, False)
+            if turn == 0:
+                along += g * xhat
+                level += g
+            else:
+                dx = (g - xhat * along - level) * rstd
+                _store_dx(dx_ptr, m * K + k, dx, k < K, residual_ptr, m * stride_residual + k)
+        if turn == 0:
+            along = tl.sum(along, 1, keep_dims=True) * share
+            level = tl.sum(level, 1, keep_dims=True) * share if mean is not None else 0.0
