@@ -36,7 +36,29 @@ def _linear(**kwargs: Any) -> nn.Module:
     return lowp.Linear(K, N, **kwargs)
 
 
-CASES: dict[str, Case] = {"linear": Case(_linear, N, {"normalization": None})}
+def _norm_linear(**kwargs: Any) -> nn.Module:
+    return lowp.LayerNormLinear(K, N, **kwargs)
+
+
+def _rms_linear(**kwargs: Any) -> nn.Module:
+    return lowp.LayerNormLinear(K, N, **{"normalization": "RMSNorm", "zero_centered_gamma": True, **kwargs})
+
+
+def _mlp(**kwargs: Any) -> nn.Module:
+    return lowp.LayerNormMLP(K, FFN, **kwargs)
+
+
+def _gated_mlp(**kwargs: Any) -> nn.Module:
+    return lowp.LayerNormMLP(K, FFN, **{"normalization": "RMSNorm", "activation": "swiglu", "bias": False, **kwargs})
+
+
+CASES: dict[str, Case] = {
+    "linear": Case(_linear, N, {"normalization": None}),
+    "norm_linear": Case(_norm_linear, N),
+    "rms_linear": Case(_rms_linear, N, {"normalization": "RMSNorm", "zero_centered_gamma": True}),
+    "mlp": Case(_mlp, K),
+    "gated_mlp": Case(_gated_mlp, K, {"normalization": "RMSNorm", "activation": "swiglu"}),
+}
 
 
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ class Split:
         group: the ranks; None: this process alone, or, where `size` says more, not known yet.
         size: number of ranks; None: the group's.
         sequence_parallel: tokens are split along the first axis where the layer is not.
+        communicates: False: the operations around gather the input and reduce its gradient.
         parts: under "column", the out features are this many equal parts, each of which is split: a rank has its share
             of the first part, then of the second.
     """
@@ -66,6 +67,7 @@ class Split:
     group: ProcessGroup | None = None
     size: int | None = None
     sequence_parallel: bool = False
+    communicates: bool = True
     parts: int = 1
 
 

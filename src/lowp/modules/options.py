@@ -115,9 +115,10 @@ def split_of(
         sequence_parallel: tokens are split where the layer is not.
 
     Raises:
-        ValueError: group and size contradict each other.
+        ValueError: group and size contradict each other, or there is no mode for several ranks.
     """
     ranks = rank_count(op, group, None if group is not None and size == 1 else size)
+    require(mode is not None or ranks == 1, op, f"{ranks} ranks need a parallel mode")
     return Split(mode, group, ranks, sequence_parallel)
 
 

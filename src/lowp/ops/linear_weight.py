@@ -42,6 +42,7 @@ class LinearWeight(BasicOperation):
         self.tensor_parallel_mode = split.mode
         self.sequence_parallel = split.sequence_parallel
         self._parts = split.parts
+        self._communicates = split.communicates
         self._group = GroupHandle(split.group if split.mode else None)
         self._ranks = rank_count(name, split.group, split.size) if split.mode else 1
         self._initialization = initialization
@@ -58,7 +59,9 @@ class LinearWeight(BasicOperation):
 
     @property
     def parallel(self) -> Parallel:
-        """How the layer is split."""
+        """How the layer is split, as far as it communicates."""
+        if not self._communicates:
+            return Parallel(None, False, None)
         return Parallel(self.tensor_parallel_mode, self.sequence_parallel, self._group.group)
 
     def set_tensor_parallel_group(self, group: ProcessGroup | None) -> None:

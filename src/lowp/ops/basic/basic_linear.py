@@ -270,6 +270,7 @@ class BasicLinear(LinearWeight):
     ) -> LinearBackwardArgs:
         """The arguments of dgrad and wgrad; for fusions too."""
         original, kept, kept_scale, weight, statistics = ctx.saved_tensors
+        parallel = self.parallel
         input_: Tensor | Quantized | None = original
         if kept is not None and ctx.kept_by_row:
             input_ = Quantized(kept, kept_scale, None, None)
@@ -283,9 +284,9 @@ class BasicLinear(LinearWeight):
             main_grad=ctx.main_grad,
             ticket=ctx.ticket,
             leading=tuple(ctx.leading),
-            group=self._group.group,
-            parallel_mode=self.tensor_parallel_mode,
-            sequence_parallel=self.sequence_parallel,
+            group=parallel.group,
+            parallel_mode=parallel.mode,
+            sequence_parallel=parallel.sequence_parallel,
             dtype=ctx.compute_dtype,
             input_dtype=ctx.dtype,
             weight_shape=ctx.weight_shape,
