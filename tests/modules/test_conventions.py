@@ -32,11 +32,20 @@ def test_default_dtype_and_device(name):
 @over_modules
 @pytest.mark.parametrize("leading", [(), (1,), (0,), (2, 0), (3,), (2, 1, 3)])
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
-@pytest.mark.parametrize("call", ["eager", "aot_eager"])
-def test_leading_axes(call, recipe, leading, name, device):
+def test_leading_axes(recipe, leading, name, device):
     module = build(name, device, recipe=oracle.RECIPES[recipe])
-    x = batch(*leading, device=device)
-    results = step(call_of(module, call), module, x)
+    check_shapes(name, module, module, batch(*leading, device=device))
+
+
+@over_modules
+@pytest.mark.parametrize("leading", [(), (2, 0)])
+def test_leading_axes_compiled(leading, name, device):
+    module = build(name, device, recipe=oracle.HYBRID)
+    check_shapes(name, module, call_of(module, "aot_eager"), batch(*leading, device=device))
+
+
+def check_shapes(name, module, call, x):
+    results, leading = step(call, module, x), x.shape[:-1]
     assert results["y0"].shape == (*leading, CASES[name].out_features)
     assert results["dx"].shape == x.shape
     for key, parameter in module.named_parameters():
@@ -49,9 +58,9 @@ def test_leading_axes(call, recipe, leading, name, device):
 @over_modules
 def test_wrong_inputs_are_named(name, device):
     module = build(name, device)
-    with pytest.raises(ValueError, match=r"must have 32 elements, got shape \(3, 31\)"):
+    with pytest.raises(ValueError, match=r"must (have 32 elements|be \(32,\)), got (shape )?\(3, 31\)"):
         module(torch.randn(3, 31, device=device, dtype=DTYPE))
-    with pytest.raises((TypeError, ValueError), match=r"floating-point|fp32, bf16 or fp16|bf16, fp16 or fp32"):
+    with pytest.raises((TypeError, ValueError), match=r"floating-point|got torch.int64"):
         module(torch.ones(3, 32, device=device, dtype=torch.int64))
 
 
@@ -148,13 +157,15 @@ class Record:
 
 
 @over_modules
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at what a backward hook wraps
 @pytest.mark.parametrize("call", ["eager", "aot_eager"])
 def test_case_88_hooks_fire_once(call, name, device):
+    """Compiled with a break at the backward hook, which Dynamo has for nn.Linear too."""
     module = build(name, device, recipe=oracle.HYBRID)
     record = Record(module)
     x = batch(8, device=device)
     weight = next(p for p in module.parameters() if p.ndim == 2)
-    run = call_of(module, call)
+    run = module if call == "eager" else torch.compile(module, backend=call)
     for _ in range(4):
         record.seen.clear()
         run(x).sum().backward()

@@ -158,6 +158,15 @@ class Normalization(BasicOperation):
         """torch.autocast's dtype where it is on, else the input's."""
         return autocast_dtype or input_dtype
 
+    def _fits(self, shape: torch.Size) -> bool:
+        """Whether an input of this shape has the axes that are normalized; sizes are compared as traced code can."""
+        sizes = self.normalized_shape
+        if sizes is None:
+            return len(shape) > 0
+        return len(shape) >= len(sizes) and all(
+            size == found for size, found in zip(sizes, shape[-len(sizes) :], strict=True)
+        )
+
     @property
     def axes(self) -> int:
         """How many axes are normalized."""
@@ -179,7 +188,7 @@ class Normalization(BasicOperation):
     ) -> NormalizationForwardArgs:
         """Input, parameters, and what the next operation reads."""
         ctx, name = basic_op_ctxs[0], type(self).__name__
-        if input_.ndim == 0 or self.normalized_shape not in (None, tuple(input_.shape[-self.axes :])):
+        if not self._fits(input_.shape):
             fail(name, f"the input's last axes must be {self.normalized_shape or 'there'}", got=tuple(input_.shape))
         check_high_precision(name, input_)
         quantizer, row, column = copies(next_op_input_quantizer if self.axes == 1 else None, input_.shape[-1])
