@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowp.kernels._triton import cdiv, jit, launch, tl
@@ -105,6 +106,7 @@ COMPUTED = Config(block_m=128, block_k=128, num_warps=8)
 COMPUTED_SUMMING = Config(
     block_m=GROUP, block_k=128, num_warps=4
 )  # as many threads as columns: one exchange, no copies
+COMPUTED_WIDE = COMPUTED_SUMMING._replace(block_k=64)  # from fp32, of which half as much fits the registers
 BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
 
@@ -113,6 +115,8 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
+        if any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors):
+            return COMPUTED_WIDE
         return COMPUTED_SUMMING if summing or source.halves > 1 else COMPUTED
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
