@@ -119,6 +119,39 @@ def _scaled(
     ).row
 
 
+def _norm(
+    draw: Draw,
+    m: int,
+    k: int,
+    kind: str,
+    *,
+    bias: Tensor | None = None,
+    x_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    output: bool = True,
+    amax: bool = False,
+) -> tuple[Any, ...]:
+    """Layer and rms norms, with a zero-centered fp32 weight."""
+    return draw(m, k, dtype=x_dtype), draw(k, dtype=FP32), bias, kind, 1e-5, True, dtype, output, amax
+
+
+def _norm_grad(
+    draw: Draw,
+    m: int,
+    k: int,
+    kind: str,
+    *,
+    mean: Tensor | None = None,
+    residual: Tensor | None = None,
+    grad_input: bool = True,
+    grad_weight: bool = True,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """Any numbers may stand for the statistics: then sums of exact inputs are exact."""
+    options = (kind, True, grad_input, grad_weight, bias_dtype)
+    return draw(m, k), draw(m, k), mean, draw(m, dtype=FP32), draw(k, dtype=FP32), residual, *options
+
+
 def _linear_forward(**fields: Any) -> Sample:
     """BasicLinear's forward; `input(draw, M)`, `weight_dtype`, `with_bias`, and fields of the arguments."""
     make_input = fields.pop("input", lambda draw, m: draw(m, K))
@@ -268,6 +301,18 @@ SAMPLES: dict[str, dict[str, Sample]] = {
             lambda draw, m: _source(activated(draw(m, 2 * ODD_K), "clamped_swiglu", {"limit": 0.5})), one_step=True
         ),
         "gradient of sreglu": Sample(lambda draw, m: _source(_gradient(draw, m, "sreglu", FP32))),
+    },
+    "norm_forward": {
+        "layer": Sample(lambda draw, m: _norm(draw, m, K, "layer", bias=draw(K), amax=True)),
+        "rms, statistics and amax": Sample(lambda draw, m: _norm(draw, m, ODD_K, "rms", output=False, amax=True)),
+        "l2, no parameters": Sample(lambda draw, m: (draw(m, ODD_K), None, None, "l2", 1e-6, False, BF16, True, False)),
+        "rms, fp32 to fp16": Sample(lambda draw, m: _norm(draw, m, ODD_K, "rms", x_dtype=FP32, dtype=FP16)),
+    },
+    "norm_backward": {
+        "layer": Sample(lambda draw, m: _norm_grad(draw, m, K, "layer", mean=draw(m, dtype=FP32), bias_dtype=FP32)),
+        "l2, input alone": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "l2", grad_weight=False)),
+        "rms, weight alone": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "rms", grad_input=False)),
+        "rms, residual": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "rms", residual=draw(m, ODD_K))),
     },
     "dequantize": {
         "matrix": Sample(
@@ -434,5 +479,5 @@ for _name in list(SAMPLES):
     if "Linear" in _name and not _name.endswith("_inplace"):
         SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
 
-SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward")
+SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward", "norm")
 """Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

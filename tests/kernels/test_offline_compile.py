@@ -17,11 +17,11 @@ import lowp.kernels
 from lowp.formats import E4M3, E5M2
 from lowp.kernels import amax, bias_grad, cast_kernel, dequantize, transpose
 from lowp.kernels.sources import load_plain, load_plain_kept
-from tests.kernels.norm_builds import norm_builds
 
 triton = pytest.importorskip("triton")
 from tests.kernels.builds import POINTERS, TRITON_DTYPES, Build, cast_types  # noqa: E402
 from tests.kernels.computed_builds import computed_builds  # noqa: E402
+from tests.kernels.norm_builds import norm_builds  # noqa: E402
 
 
 def plain(dtype: str, *strides: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,10 +124,10 @@ BUILDS = [
     *amax_builds(),
     *cast_builds(),
     *bias_grad_builds(),
+    *norm_builds(),
     *dequantize_builds(),
     *transpose_builds(),
 ]
-BUILDS += [Build(*made) for made in norm_builds()]
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)
