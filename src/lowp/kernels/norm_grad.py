@@ -187,7 +187,7 @@ def plan_for(K: int, *, grad_input: bool, sums: int) -> Plan:
     tile = block_m * block_k
     config = Config(block_m, block_k, num_warps=max(tile // 512, 1))
     if sums and together:
-        config = config._replace(programs=264 if tile <= TILE else 132, keep=True, stages=2)
+        config = config._replace(programs=264 if tile <= TILE else 132, keep=True, stages=3)
     return Plan(config, columns)
 
 

@@ -220,7 +220,7 @@ def _without_repetitions(tensors: list[Any]) -> list[Any]:
 
 
 def _can_be_replayed(plan: Plan) -> bool:
-    """Whether the classes of all steps say so themselves: what a subclass adds may change more than tensors."""
+    """Whether the classes of all steps say so."""
     if torch.compiler.is_compiling():
         return False
     return all(_says_it_replays(type(step.op)) for step in (*plan.forward, *plan.backward))
