@@ -81,7 +81,10 @@ def backward(
             kernel, own = norm_grad_kernel, config is columns or columns is None
             pointers["dw_ptr"] = "*fp32" if own and sums >= 1 else None
             pointers["db_ptr"] = "*fp32" if own and sums == 2 else None
-        yield _build(kernel, K, pointers, norm_grad._constants(config, K, not layer), config.num_warps)
+        constants = (not layer, config.block_k)
+        if kernel is norm_grad_kernel:
+            constants = norm_grad._constants(config, K, not layer)
+        yield _build(kernel, K, pointers, constants, config.num_warps)
 
 
 def norm_builds() -> Iterator[Build]:
