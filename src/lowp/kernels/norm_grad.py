@@ -14,6 +14,7 @@ Source: derived from the formulas of lowp.kernels.norm.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,7 @@ _COLUMNS = 512
 _COLUMN_PROGRAMS = 528
 
 
+@lru_cache
 def plan_for(K: int, *, grad_input: bool, sums: int) -> Plan:
     """The launches for dx, if it is wanted, and `sums` sums over M of rows of K features."""
     block_k = power_of_2(K)
