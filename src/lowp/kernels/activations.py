@@ -67,6 +67,25 @@ ACTIVATIONS: dict[str, Activation] = {
 """Every activation by its name. One more entry is one more activation, with all that quantizes or sums it."""
 
 
+def register_activation(
+    name: str, function: Function, *, gate: Function | None = None, defaults: Mapping[str, float] | None = None
+) -> None:
+    """Add an activation to the table.
+
+    Args:
+        name: of the activation.
+        function: f.
+        gate: g, for the second half of the columns; None: the activation is not gated.
+        defaults: its parameters' names and defaults, in the order in which the functions take them.
+
+    Raises:
+        ValueError: there is one of this name.
+    """
+    if name in ACTIVATIONS:
+        fail("register_activation", "each activation has its own name", got=repr(name))
+    ACTIVATIONS[name] = Activation(function, gate, dict(defaults or {}))
+
+
 def find_activation(op: str, name: str) -> Activation:
     """The table's entry.
 
