@@ -512,5 +512,5 @@ for _name in list(SAMPLES):
     if "Linear" in _name and not _name.endswith("_inplace"):
         SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
 
-SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward", "norm")
+SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward", "norm", "Norm", "BiasActivation")
 """Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

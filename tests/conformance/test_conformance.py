@@ -47,8 +47,12 @@ def make(name: str, label: str, device: str, rows: int = ROWS, exact: bool = Fal
 
 
 def run(call: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor | None]:
-    """The results, lists flattened, then the tensors among the arguments, as the call leaves copies of them."""
+    """The results, lists flattened, then the tensors among the arguments, as the call leaves copies of them.
+
+    Random operators draw the same numbers each time.
+    """
     args = mapped(copy, args)
+    torch.manual_seed(0)
     results = call(*args)
     return [*flat(results), *tensors(args)]
 
@@ -307,6 +311,8 @@ def test_results_are_fresh_and_only_what_the_schema_says_is_changed(name, label,
 @pytest.mark.parametrize("rows", [ROWS, 300, 1, 0])
 @torch.no_grad()
 def test_cuda_equals_cpu(name, label, rows):
+    if torch.Tag.nondeterministic_seeded in REGISTRY[name].overload.tags:
+        return  # each device has a generator of its own
     sums = any(part in name for part in SUMS)
     actual, expected = (
         [agreed_amax(x) for x in run(REGISTRY[name].overload, make(name, label, device, rows, exact=sums))]
