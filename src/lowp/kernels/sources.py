@@ -167,7 +167,12 @@ def widened(x):
     """
     if x.dtype == tl.bfloat16:
         y = tl.inline_asm_elementwise(
-            "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;}", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;}",
+            "=&r,=&r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
         )
     elif x.dtype == tl.float16:
         y = tl.inline_asm_elementwise(
