@@ -72,7 +72,7 @@ class Sample:
     Attributes:
         make: `(draw, M) -> arguments`.
         row_major: positions of the tensors that must be row-major; the others may have any strides.
-        one_step: whether a CPU and a GPU may differ by one step of the result's format: there are transcendentals.
+        one_step: whether a CPU and a GPU may differ by one step of bf16, or of FP8: there are transcendentals.
     """
 
     make: Callable[[Draw, int], tuple[Any, ...]]
