@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.formats import E5M2
-from lowp.kernels import _triton, amax, bias_grad, cast, cast_kernel, materialize
+from lowp.kernels import _triton, amax, bias_grad, cast, cast_kernel, materialize, norm, norm_grad
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from tests.kernels.sources import SOURCES, relayout, transposed
 
@@ -54,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         grid = programs if isinstance(programs, tuple) else (programs,)
         kernels[kernel.__name__] = kernel.warmup(*args, *constants, grid=grid, **options)
 
-    for module in (amax, bias_grad, cast_kernel, materialize):
+    for module in (amax, bias_grad, cast_kernel, materialize, norm, norm_grad):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     return kernels
@@ -74,6 +74,25 @@ def test_other_layouts_and_one_row(compiled):
     for moved in (source, relayout(source, transposed)):
         for call in CALLS.values():
             call(moved)
+
+
+NORMS = "layer 1 1", "rms 33 21", "layer 64 768", "rms 1 12288", "layer 3 20000", "l2 0 16", "layer 4 0"
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_norms(compiled, case):
+    kind, M, K = case.split()[0], *map(int, case.split()[1:])
+    x, w = torch.randn(M, 2 * K)[:, ::2], torch.randn(K, dtype=torch.bfloat16)
+    mean, rstd = torch.zeros(M) if kind == "layer" else None, torch.ones(M)
+    for output, with_amax in ((True, False), (False, True), (True, True), (False, False)):
+        norm._norm_forward_launch(x, w, w, kind, 1e-5, True, torch.float16, output, with_amax)
+    for residual, grad_input, bias_dtype in ((None, True, torch.float32), (x, True, None), (None, False, None)):
+        norm_grad._norm_backward_launch(x, x, mean, rstd, w, residual, kind, True, grad_input, True, bias_dtype)
+    norm_grad._norm_backward_launch(x, x, mean, rstd, None, x, kind, False, True, False, None)
+    long = K > norm.LONGEST
+    expected = {"norm_long_kernel", "norm_grad_long_kernel"} if long else {"norm_kernel"}
+    assert compiled.keys() == expected | {"norm_grad_kernel", "_total_kernel"}
+    assert all(result.metadata.enable_fp_fusion == (name == "_total_kernel") for name, result in compiled.items())
 
 
 def test_what_a_launch_is_kept_under():
