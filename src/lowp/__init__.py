@@ -2,14 +2,22 @@
 
 from lowp import distributed, ops, recipe
 from lowp.errors import Unsupported
+from lowp.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from lowp.ops import compile_boundary
+from lowp.ops.quantized_output import QuantizedOutput
 from lowp.quantization import Quantized, autocast, current_recipe, quantize
 from lowp.support import recipe_support
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
     "Quantized",
+    "QuantizedOutput",
+    "RMSNorm",
     "Unsupported",
     "autocast",
     "compile_boundary",

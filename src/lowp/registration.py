@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowp.errors import require
-from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
+from lowp.torch_compat import constant, current_cuda_device, dispatch_is_interposed
 
 LIBRARY = torch.library.Library("lowp", "DEF")
 
@@ -90,7 +90,9 @@ def register(
     kernels = {"cpu": ref, "cuda": launch}
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_is_interposed():
+        if torch.compiler.is_compiling():  # under `dynamic=True` a number may be symbolic: a graph is of one number
+            return overload(*[constant(arg) if isinstance(arg, float) else arg for arg in args])
+        if torch.is_grad_enabled() or dispatch_is_interposed():
             return overload(*args)
         device = None
         for arg in unpacked(args):

@@ -7,7 +7,8 @@ come to the same decisions. A tape notes what was launched with which arguments;
     with tape:
         results = function()
     program = tape.program(results)      None: the function can't be replayed
-    program(tensors)                     launches the same, on other tensors of the same layouts
+    program(tensors)                     launches the same, on a list of other tensors of the same layouts, which
+                                         it empties, to let go of each once it is read
 
 A function can be replayed if it depends on nothing but its tensors' layouts (and not on their values), reads no tensor
 but these and what it makes of them, and communicates with nobody. Who calls it says that it changes nothing else.
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowp.registration import REGISTRY, unpacked
 from lowp.torch_compat import current_cuda_stream
 
-Program = Callable[[Sequence[Any]], Any]
+Program = Callable[[list[Any]], Any]
 
 _ACTIVE = threading.local()
 
@@ -146,7 +147,7 @@ class Tape(TorchDispatchMode):
         text = self._text(results, used)
         if self._refused:
             return None
-        body = [f"{', '.join(f'v{index}' for index in range(self._inputs))}, = tensors"]
+        body = [f"{', '.join(f'v{index}' for index in range(self._inputs))}, = tensors", "tensors.clear()"]
         if self._device is not None:
             body.append(f"stream = current_stream({self._device})")
         for (line, _), dying in zip(self._lines, _last_uses([names for _, names in self._lines], used), strict=True):

@@ -31,6 +31,13 @@ def backward_is_running() -> bool:
     return _graph_task is not None and _graph_task() != -1
 
 
+def release_saved_tensors(ctx: Any) -> None:
+    """Let an autograd.Function's context, in its backward, drop what it saved, unless the graph is kept."""
+    release: Callable[[], None] | None = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is not None:
+        release()
+
+
 @torch.compiler.assume_constant_result
 def traced_in_backward() -> bool:
     """`backward_is_running()` for traced code, as it is while the code is traced."""

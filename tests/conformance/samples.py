@@ -72,7 +72,7 @@ class Sample:
     Attributes:
         make: `(draw, M) -> arguments`.
         row_major: positions of the tensors that must be row-major; the others may have any strides.
-        one_step: whether a CPU and a GPU may differ by one step of the result's format: there are transcendentals.
+        one_step: whether a CPU and a GPU may differ by one step of bf16, or of FP8: there are transcendentals.
     """
 
     make: Callable[[Draw, int], tuple[Any, ...]]
@@ -186,7 +186,7 @@ def _linear_backward(**fields: Any) -> Sample:
     make_grad = fields.pop("grad_output", lambda draw, m: draw(m, N))
     make_input = fields.pop("input", lambda draw, m: draw(m, K))
     make_addend = fields.pop("addend", lambda draw, m: None)
-    main_dtype = fields.pop("main_dtype", None)
+    main_dtype, delayed = fields.pop("main_dtype", None), fields.pop("delayed", False)
     leading = fields.pop("leading", lambda m: (m,))
     args = LinearBackwardArgs(
         grad_output=None,
@@ -194,15 +194,20 @@ def _linear_backward(**fields: Any) -> Sample:
         weight=None,
         weight_statistics=None,
         main_grad=None,
+        ticket=None,
         leading=(),
         group=None,
         parallel_mode=None,
         sequence_parallel=False,
         dtype=BF16,
         input_dtype=BF16,
+        weight_shape=(N, K),
+        weight_dtype=BF16,
         weight_quantizer=None,
         grad_output_quantizer=None,
         override=None,
+        input_quantizer=None,
+        input_statistics=None,
         fast_dgrad=False,
         fast_wgrad=False,
         input_requires_grad=True,
@@ -213,12 +218,14 @@ def _linear_backward(**fields: Any) -> Sample:
     args = replace(args, **fields)
 
     def make(draw: Draw, m: int) -> tuple[Any, ...]:
-        weight = draw(N, K)
+        weight, input_ = draw(N, K), make_input(draw, m)
         return _flat(
             replace(
                 args,
                 grad_output=make_grad(draw, m),
-                input=make_input(draw, m),
+                input=input_,
+                input_statistics=None if args.input_quantizer is None else amax(input_),
+                ticket=ticket() if delayed else None,
                 weight=weight,
                 weight_statistics=None if args.weight_quantizer is None else amax(weight),
                 main_grad=None if main_dtype is None else draw(N, K, dtype=main_dtype),
@@ -228,6 +235,11 @@ def _linear_backward(**fields: Any) -> Sample:
         )
 
     return Sample(make, row_major=(1, 3, 6, 8))
+
+
+def ticket() -> Tensor:
+    """Of no store: nothing is kept."""
+    return torch.tensor([-1, 0])
 
 
 def _flat(args: Any) -> tuple[Any, ...]:
@@ -251,6 +263,7 @@ _LINEAR_FORWARDS = {
     "high precision": _linear_forward(),
     "bf16 in, fp32 weight": _linear_forward(weight_dtype=FP32, input=lambda draw, m: draw(2, m, K)),
     "quantized": _linear_forward(**QUANTIZED_FORWARD, fast_accumulation=True),
+    "original kept": _linear_forward(**{**QUANTIZED_FORWARD, "keep_column": False}, keep_statistics=True),
     "dequantized backward": _linear_forward(**{**QUANTIZED_FORWARD, "keep_column": False}, keep_row=True),
     "quantized input": _linear_forward(
         **{**QUANTIZED_FORWARD, "input_quantizer": None},
@@ -421,6 +434,12 @@ SAMPLES: dict[str, dict[str, Sample]] = {
             leading=lambda m: (2, m),
         ),
         "wgrad only": _linear_backward(input_requires_grad=False, grad_output=lambda draw, m: draw(m, N, dtype=FP32)),
+        "original input": _linear_backward(
+            weight_quantizer=FORWARD, grad_output_quantizer=GRADIENT, input_quantizer=FORWARD
+        ),
+        "original input, dequantized": _linear_backward(
+            weight_quantizer=FORWARD, override="dequantized", input_quantizer=FORWARD
+        ),
         "dequantized": _linear_backward(
             weight_quantizer=FORWARD,
             override="dequantized",
@@ -428,6 +447,8 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         ),
     },
     "BasicLinear_backward_inplace": {
+        "delayed": _linear_backward(**QUANTIZED_BACKWARD, delayed=True),
+        "delayed, high precision": _linear_backward(delayed=True),
         "high precision": _linear_backward(**MAIN_GRAD),
         "quantized": _linear_backward(**QUANTIZED_BACKWARD, **MAIN_GRAD),
         "overwrite, no dgrad": _linear_backward(**MAIN_GRAD, accumulate=False, input_requires_grad=False),
@@ -436,6 +457,18 @@ SAMPLES: dict[str, dict[str, Sample]] = {
             weight_quantizer=FORWARD,
             override="dequantized",
             input=lambda draw, m: draw.quantized(m, K, row=True, column=False),
+        ),
+    },
+    "keep_for_wgrad": {
+        "high precision": Sample(lambda draw, m: (draw(m, N), None, draw(m, K), None, ticket(), False, True)),
+        "quantized": Sample(
+            lambda draw, m: (
+                *draw.quantized(m, N, GRADIENT, row=False, column=True).column,
+                *draw.quantized(m, K, row=False, column=True).column,
+                ticket(),
+                True,
+                False,
+            )
         ),
     },
     "Bias_forward": {

@@ -37,8 +37,7 @@ def forward(
     K: int, layer: bool, output: bool, amax: bool, x: torch.dtype = BF16, y: torch.dtype = BF16, w: torch.dtype = BF16
 ) -> Build:
     """One launch of the forward pass; with a bias where there is a mean."""
-    rows = torch.empty(0, K, dtype=x)
-    config = norm.config_for(rows, centered=layer, amax=amax)
+    config = norm.config_for(K, x.itemsize, centered=layer, amax=amax)
     kernel = norm_long_kernel if isinstance(config, norm.LongConfig) else norm_kernel
     pointers = {
         "x_ptr": POINTERS[x],
@@ -49,7 +48,7 @@ def forward(
         "rstd_ptr": "*fp32",
         "amax_ptr": "*fp32" if amax else None,
     }
-    return _build(kernel, K, pointers, norm._constants(config, rows, not layer, y), config.num_warps)
+    return _build(kernel, K, pointers, norm._constants(config, K, x.itemsize, not layer, y), config.num_warps)
 
 
 def backward(
@@ -81,7 +80,10 @@ def backward(
             kernel, own = norm_grad_kernel, config is columns or columns is None
             pointers["dw_ptr"] = "*fp32" if own and sums >= 1 else None
             pointers["db_ptr"] = "*fp32" if own and sums == 2 else None
-        yield _build(kernel, K, pointers, norm_grad._constants(config, K, not layer), config.num_warps)
+        constants = (not layer, config.block_k)
+        if kernel is norm_grad_kernel:
+            constants = norm_grad._constants(config, K, not layer)
+        yield _build(kernel, K, pointers, constants, config.num_warps)
 
 
 def norm_builds() -> Iterator[Build]:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.activated import activated, activation_gradient
-from lowp.kernels.activations import ACTIVATIONS, activation_gradient_ref, activation_ref, complete_params
+from lowp.kernels.activation_functions import IDENTITY, SIGMOID
+from lowp.kernels.activations import ACTIVATIONS, complete_params, register_activation
+from lowp.kernels.activations import activation_gradient_ref as gradient_of
+from lowp.kernels.activations import activation_ref as value_of
 from lowp.kernels.materialize import materialize
 from tests.kernels import formulas
 from tests.kernels.layouts import all_values
@@ -43,6 +46,14 @@ def moderate(n: int) -> Tensor:
 
 def params_of(name: str, given: dict[str, float] | None = None) -> tuple[float, ...]:
     return tuple(complete_params("test", name, given).values())
+
+
+def activation_ref(x: Tensor, name: str, params: tuple[float, ...]) -> Tensor:
+    return value_of(x, ACTIVATIONS[name], params)
+
+
+def activation_gradient_ref(dy: Tensor, x: Tensor, name: str, params: tuple[float, ...]) -> Tensor:
+    return gradient_of(dy, x, ACTIVATIONS[name], params)
 
 
 def named(given: dict[str, float]) -> dict[str, float]:
@@ -182,6 +193,14 @@ def test_parameters_are_completed():
     assert complete_params("op", "gelu", None) == {}
     expected = {"limit": 5.0, "alpha": 1.702, "glu_linear_offset": 1.0}
     assert complete_params("op", "clamped_swiglu", {"limit": 5}) == expected
+
+
+def test_a_new_activation_is_checked():
+    with pytest.raises(ValueError, match=r"^register_activation: each activation has its own name, got 'glu'"):
+        register_activation("glu", SIGMOID, gate=IDENTITY)
+    with pytest.raises(ValueError, match=r"^register_activation: the activation of 0 must be 0, got 0\.5"):
+        register_activation("sigmoid", SIGMOID)
+    assert "sigmoid" not in ACTIVATIONS
 
 
 # ---- Triton against the table

@@ -169,6 +169,7 @@ def test_a_source_tells_what_its_values_are():
     x, dy = torch.randn(3, 8, dtype=torch.float16), torch.randn(3, 4)
     source = activation_gradient(dy, x, "swiglu", dtype=torch.bfloat16)
     assert (source.shape, source.dtype, source.device) == ((3, 8), torch.bfloat16, x.device)
+    assert (source.rows, source.columns) == (3, 8)
     assert activated(x, "swiglu").shape == (3, 4)
     assert activated(x, "swiglu").dtype == torch.float16
     assert as_source("op", x) == Source((x,), PLAIN[torch.float16])

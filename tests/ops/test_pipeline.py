@@ -26,7 +26,7 @@ def batch(device, rows=30, features=32, requires_grad=True):
 
 @pytest.fixture
 def gradients_quantized(monkeypatch):
-    """Weak references to every quantized gradient that a backward makes."""
+    """Weak references to the column copy of every quantized gradient that a backward makes."""
     from lowp.ops import linear_gemms
 
     made = []
@@ -34,8 +34,8 @@ def gradients_quantized(monkeypatch):
 
     def recorded(*args, **kwargs):
         result = original(*args, **kwargs)
-        if result.row_data is not None:  # not the weight, of which backward reads the column copy
-            made.append(weakref.ref(result.row_data))
+        if result.row_data is not None and result.column_data is not None:  # not a weight
+            made.append(weakref.ref(result.column_data))
         return result
 
     monkeypatch.setattr(linear_gemms, "cast_operand", recorded)
@@ -43,17 +43,17 @@ def gradients_quantized(monkeypatch):
 
 
 @pytest.mark.parametrize("in_custom_op", [False, True])
-def test_the_row_copy_of_the_gradient_is_released_before_wgrad(in_custom_op, gradients_quantized, monkeypatch, device):
+def test_what_wgrad_alone_reads_is_released_before_dgrad(in_custom_op, gradients_quantized, monkeypatch, device):
     from lowp.ops import linear_gemms
 
     alive = []
-    wgrad = linear_gemms.wgrad
+    dgrad = linear_gemms.dgrad
 
     def watched(*args):
         alive.append(gradients_quantized[-1]() is not None)
-        return wgrad(*args)
+        return dgrad(*args)
 
-    monkeypatch.setattr(linear_gemms, "wgrad", watched)
+    monkeypatch.setattr(linear_gemms, "dgrad", watched)
     backward_compute = ops.BasicLinear.backward_compute
     monkeypatch.setattr(ops.BasicLinear, "backward_compute", partial(backward_compute, in_custom_op=in_custom_op))
     module = ops.Sequential(ops.BasicLinear(32, 48, device=device, dtype=DTYPE), recipe=oracle.HYBRID)

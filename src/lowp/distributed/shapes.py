@@ -15,6 +15,7 @@ SP = sequence parallelism: tokens are split along the input's first axis.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -48,13 +49,49 @@ class Parallel(NamedTuple):
         return sp_out_leading(leading, self.mode, self.sequence_parallel, group_size(self.group))
 
 
-def local_size(op: str, name: str, size: int, group: ProcessGroup | None) -> int:
+@dataclass(frozen=True)
+class Split:
+    """How a linear layer is split over ranks.
+
+    Attributes:
+        mode: None, "column" or "row".
+        group: the ranks; None: this process alone, or, where `size` says more, not known yet.
+        size: number of ranks; None: the group's.
+        sequence_parallel: tokens are split along the first axis where the layer is not.
+        communicates: False: the operations around gather the input and reduce its gradient.
+        parts: under "column", the out features are this many equal parts, each of which is split: a rank has its share
+            of the first part, then of the second.
+    """
+
+    mode: ParallelMode | None = None
+    group: ProcessGroup | None = None
+    size: int | None = None
+    sequence_parallel: bool = False
+    communicates: bool = True
+    parts: int = 1
+
+
+def rank_count(op: str, group: ProcessGroup | None, size: int | None) -> int:
+    """T, of a group or as a number alone.
+
+    Raises:
+        ValueError: the group has another number of ranks, or the number is not positive; names the operation.
+    """
+    if size is None:
+        return group_size(group)
+    if size < 1:
+        fail(op, "the number of tensor-parallel ranks must be positive", got=size)
+    if group is not None and group_size(group) != size:
+        fail(op, f"the tensor-parallel group must have {size} ranks", got=group_size(group))
+    return size
+
+
+def local_size(op: str, name: str, size: int, ranks: int) -> int:
     """`size / T`.
 
     Raises:
         ValueError: T doesn't divide it; names operation and argument.
     """
-    ranks = group_size(group)
     if size % ranks:
         fail(op, f"{name} must be divisible by the {ranks} ranks of the tensor-parallel group", got=size)
     return size // ranks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +17,36 @@ from lowp.distributed.collectives import all_reduce, group_size
 from lowp.errors import Unsupported, fail
 
 
+@dataclass(frozen=True)
+class Initialization:
+    """How a parameter is initialised.
+
+    Attributes:
+        method: fills a tensor in place; None: the operation's own.
+        rng_state_tracker: gives an object whose `fork()` is a context manager, as Megatron's does. A split parameter
+            is drawn inside it, so that ranks draw from generators of their own.
+    """
+
+    method: Callable[[Tensor], Any] | None = None
+    rng_state_tracker: Callable[[], Any] | None = None
+
+
+DEFAULT_INITIALIZATION = Initialization()
+
+
 class Sharding(NamedTuple):
-    """How a parameter is split: along `dim`, over `group`."""
+    """How a parameter is split.
+
+    Attributes:
+        dim: the axis.
+        group: the ranks; None: it is whole.
+        parts: the axis is this many equal parts, each of which is split: a rank has its share of every part. As in the
+            first layer of a gated MLP, whose rows are those of the gate, then those of the other factor.
+    """
 
     dim: int
-    group: ProcessGroup
+    group: ProcessGroup | None
+    parts: int = 1
 
 
 def sharded_state(module: nn.Module) -> dict[str, Any]:
@@ -35,7 +62,8 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
         module: any module; operations inside tell which of their parameters are sharded.
 
     Returns:
-        Names as in `state_dict`, to DTensors of the sharded parameters and plain tensors of all others.
+        Names as in `state_dict`, to DTensors of the sharded parameters and plain tensors of all others. A parameter of
+        several parts (see `Sharding`) has an axis of its own for them, on any number of ranks.
 
     Raises:
         Unsupported: a tensor-parallel parameter is sharded by FSDP as well.
@@ -54,11 +82,21 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
                     hint="Save one checkpoint for each tensor-parallel rank with torch.distributed.checkpoint instead.",
                     error=Unsupported,
                 )
-            group_name = sharding.group.group_name
-            if group_name not in meshes:
-                meshes[group_name] = DeviceMesh.from_group(sharding.group, local.device.type)
-            state[key] = DTensor.from_local(local, meshes[group_name], [Shard(sharding.dim)], run_check=False)
+            local, dim = _by_part(local, sharding)
+            state[key] = local
+            if sharding.group is not None:
+                group_name = sharding.group.group_name
+                if group_name not in meshes:
+                    meshes[group_name] = DeviceMesh.from_group(sharding.group, local.device.type)
+                state[key] = DTensor.from_local(local, meshes[group_name], [Shard(dim)], run_check=False)
     return state
+
+
+def _by_part(x: Tensor, sharding: Sharding) -> tuple[Tensor, int]:
+    """A parameter with an axis of its own for the parts, if there are several, and the axis that is split."""
+    if sharding.parts == 1:
+        return x, sharding.dim
+    return x.unflatten(sharding.dim, (sharding.parts, -1)), sharding.dim + 1
 
 
 def load_sharded_state(module: nn.Module, state: dict[str, Any], *, strict: bool = True) -> Any:
@@ -77,36 +115,50 @@ def load_sharded_state(module: nn.Module, state: dict[str, Any], *, strict: bool
         for name, sharding in _shardings(operation).items():
             key = f"{prefix}.{name}" if prefix else name
             parameter = operation.get_parameter(name)
-            if key in local and local[key].shape != parameter.shape:
-                local[key] = shard_of(local[key], sharding)
+            if key not in local:
+                continue
+            value = local[key].flatten(sharding.dim, sharding.dim + local[key].ndim - parameter.ndim)
+            local[key] = value if value.shape == parameter.shape else shard_of(value, sharding)
     return module.load_state_dict(local, strict=strict)
 
 
 def shard_of(whole: Tensor, sharding: Sharding) -> Tensor:
     """This rank's part of a whole tensor."""
-    return whole.tensor_split(group_size(sharding.group), sharding.dim)[sharding.group.rank()]
+    if sharding.group is None:
+        return whole
+    by_part, dim = _by_part(whole, sharding)
+    own = by_part.tensor_split(group_size(sharding.group), dim)[sharding.group.rank()]
+    return own.flatten(sharding.dim, dim)
 
 
 def init_sharded_(
-    parameter: Tensor, whole_shape: tuple[int, ...], sharding: Sharding | None, init: Callable[[Tensor], Any]
+    parameter: Tensor,
+    whole_shape: tuple[int, ...],
+    sharding: Sharding | None,
+    initialization: Initialization,
+    default: Callable[[Tensor], Any],
 ) -> None:
-    """Initialise a parameter by the same function of the seed on any number of ranks.
+    """Initialise a parameter: by the same function of the seed on any number of ranks, unless a tracker says otherwise.
 
     Args:
         parameter: this rank's part.
         whole_shape: of the whole parameter, which is drawn on every rank.
-        sharding: how it is split; None: it is whole.
-        init: fills a tensor in place.
+        sharding: how it is split; None: it is whole, or it isn't known yet which part this rank has.
+        initialization: how.
+        default: fills a tensor in place, where `initialization` has no method.
     """
     if not parameter.numel():
         return
-    if sharding is None:
-        init(parameter)
-        return
-    whole = torch.empty(whole_shape, device=parameter.device, dtype=parameter.dtype)
-    init(whole)
-    with torch.no_grad():
-        parameter.copy_(shard_of(whole, sharding))
+    fill, is_whole = initialization.method or default, parameter.shape == whole_shape
+    tracker = None if is_whole else initialization.rng_state_tracker
+    with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+        if is_whole:
+            fill(parameter)
+            return
+        whole = torch.empty(whole_shape, device=parameter.device, dtype=parameter.dtype)
+        fill(whole)
+        known = sharding is not None and sharding.group is not None
+        parameter.copy_(shard_of(whole, sharding) if known else whole[tuple(slice(n) for n in parameter.shape)])  # type: ignore[arg-type]
 
 
 def reduce_sequence_parallel_grads(module: nn.Module, group: ProcessGroup) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowp.distributed.sharding import Sharding
@@ -54,14 +55,14 @@ class BasicOperation(PartialGradients, FusibleOperation):
         super().__init__()
         self._alone = OperationFuser((self,))
         self._owner: tuple[nn.Module] | None = None
-        self._names: dict[str, str] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "training" and not isinstance(value, nn.Parameter):  # these two are looked at in each call
             self.__dict__["revision"] = self.revision + 1
 
-    def bind(self, owner: nn.Module, **names: str) -> None:
+    def bind(self, owner: nn.Module, **names: str | dict[str, int]) -> None:
         """Hand the parameters over to a facade, which has them under names of its own.
 
         The operation keeps no second reference: it looks each parameter up on its owner at call time, so that an
@@ -69,30 +70,46 @@ class BasicOperation(PartialGradients, FusibleOperation):
 
         Args:
             owner: the facade.
-            **names: the owner's name of each parameter.
+            **names: the owner's name of each parameter; or the names and sizes of the pieces along its first axis that
+                the owner has instead.
         """
-        for name, owner_name in names.items():
+        for name, owner_names in names.items():
             parameter = getattr(self, name)
             delattr(self, name)
-            owner.register_parameter(owner_name, parameter)
+            if isinstance(owner_names, str):
+                owner.register_parameter(owner_names, parameter)
+                self._names[name] = (owner_names,)
+                continue
+            for piece_name, piece in zip(owner_names, parameter.detach().split([*owner_names.values()]), strict=True):
+                owner.register_parameter(piece_name, nn.Parameter(piece.clone()))
+            self._names[name] = tuple(owner_names)
         self._owner = (owner,)
-        self._names = names
 
-    def parameter(self, name: str) -> nn.Parameter:
-        """A parameter, looked up now."""
-        owner, name = (self, name) if self._owner is None else (self._owner[0], self._names[name])
+    def parameter(self, name: str) -> Tensor:
+        """A parameter, looked up now; out of pieces, as their concatenation."""
+        names = self._names.get(name)
+        if names is not None and len(names) > 1:
+            return torch.cat([*self.pieces(name)])
+        return self._look_up(name if names is None else names[0])
+
+    def pieces(self, name: str) -> list[Tensor]:
+        """The pieces that a parameter is registered as, mostly one."""
+        return [self._look_up(owner_name) for owner_name in self.owner_names(name)]
+
+    def _look_up(self, name: str) -> Tensor:
+        owner = self if self._owner is None else self._owner[0]
         found = owner._parameters.get(name)  # costs the host less than getattr, which a parametrized one takes
         return getattr(owner, name) if found is None else found
 
-    def owner_name(self, name: str) -> str:
-        """The name of a parameter where it is registered."""
-        return self._names.get(name, name)
+    def owner_names(self, name: str) -> tuple[str, ...]:
+        """The names of a parameter, or of its pieces, where it is registered."""
+        return self._names.get(name, (name,))
 
     def shardings(self) -> dict[str, Sharding]:
         """How each sharded parameter is split."""
         return {}
 
-    def own_parameters(self) -> list[nn.Parameter | None]:
+    def own_parameters(self) -> list[Tensor | None]:
         """The parameters, in the order of `parameter_names`; None where there is none."""
         return [self.parameter(name) for name in self.parameter_names]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp.errors import fail
 from lowp.ops.describe import describe
@@ -96,7 +96,7 @@ class OperationFuser:
     def prepare(
         self,
         input_: Tensor,
-        parameters: list[nn.Parameter | None],
+        parameters: list[Tensor | None],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
@@ -124,7 +124,7 @@ class OperationFuser:
     def _prepare(
         self,
         input_: Tensor,
-        parameters: list[nn.Parameter | None],
+        parameters: list[Tensor | None],
         extra_inputs: tuple[Tensor, ...],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,

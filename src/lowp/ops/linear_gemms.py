@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lowp.distributed.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from lowp.distributed.shapes import Parallel, ParallelMode
-from lowp.kernels.gemm import gemm, gemm_into, scaled_gemm, scaled_gemm_into
+from lowp.kernels.gemm import gemm, scaled_gemm
 from lowp.kernels.transpose import transpose_data
+from lowp.ops.delayed_wgrad import WgradOperands, keep
 from lowp.quantization import Quantized, as_matrix, cast_operand, dequantize_rows, measure
 from lowp.quantizers import Quantizer
 
@@ -39,13 +40,27 @@ class Rows(NamedTuple):
         )
 
 
-def _quantized_rows(x_MK: Tensor, spec: Quantizer, parallel: Parallel) -> tuple[Quantized, Rows]:
-    """This rank's rows, quantized with an amax that all ranks agree on, and the gathering of all ranks' rows."""
+class _Gathering(NamedTuple):
+    """An operand of which each rank has some rows.
+
+    Attributes:
+        own: this rank's rows, quantized with statistics that all ranks agree on.
+        statistics: these.
+        rows: of all ranks.
+    """
+
+    own: Quantized
+    statistics: Tensor | None
+    rows: Rows
+
+
+def _start_rows(x_MK: Tensor, spec: Quantizer, parallel: Parallel) -> _Gathering:
+    """Quantize this rank's rows and start gathering all ranks'."""
     statistics = measure(x_MK, spec)
     if statistics is not None:
         statistics = all_reduce(statistics, parallel.group, "max").wait()
     own = cast_operand(x_MK, statistics, spec, row=True, column=False)
-    return own, Rows(all_gather(own.row[0], parallel.group), own.row[1])
+    return _Gathering(own, statistics, Rows(all_gather(own.row[0], parallel.group), own.row[1]))
 
 
 def _reduced(y_MN: Tensor, parallel: Parallel, mode: ParallelMode) -> Pending:
@@ -98,19 +113,31 @@ def _start_input(args: LinearForwardArgs) -> Callable[[], tuple[Quantized, tuple
         operand = x._replace(row_data=as_matrix(x.row[0]))
         return lambda: (operand, ())
     assert args.input_quantizer is not None
-    x_MK = as_matrix(x).to(args.dtype)
+    x_MK, spec = as_matrix(x).to(args.dtype), args.input_quantizer
     if not args.parallel.gathers("column"):
-        operand = cast_operand(
-            x_MK, measure(x_MK, args.input_quantizer), args.input_quantizer, row=True, column=args.keep_column
-        )
-        return lambda: (operand, operand.column if args.keep_column else operand.row if args.keep_row else ())
-    own, rows = _quantized_rows(x_MK, args.input_quantizer, args.parallel)
+        statistics = measure(x_MK, spec)
+        operand = cast_operand(x_MK, statistics, spec, row=True, column=args.keep_column)
+        return lambda: (operand, _kept(args, operand, operand, statistics))
+    gathering = _start_rows(x_MK, spec, args.parallel)
 
     def wait() -> tuple[Quantized, tuple[Tensor, ...]]:
-        gathered = rows.wait(x_MK.shape[1], row=True, column=args.keep_column)
-        return gathered, gathered.column if args.keep_column else own.row if args.keep_row else ()
+        gathered = gathering.rows.wait(x_MK.shape[1], row=True, column=args.keep_column)
+        return gathered, _kept(args, gathered, gathering.own, gathering.statistics)
 
     return wait
+
+
+def _kept(
+    args: LinearForwardArgs, gathered: Quantized, own: Quantized, statistics: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What backward reads of the input; an empty bool tensor stands for no statistics."""
+    if args.keep_column:
+        return gathered.column
+    if args.keep_row:
+        return own.row
+    if not args.keep_statistics:
+        return ()
+    return (own.row[1].new_empty(0, dtype=torch.bool) if statistics is None else statistics,)
 
 
 def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
@@ -131,29 +158,42 @@ def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
         return all_gather(dy_MN, group).wait
     copies = {"row": args.input_requires_grad, "column": args.weight_requires_grad}
     if group is not None:
-        rows = _quantized_rows(dy_MN, spec, args.parallel)[1]
+        rows = _start_rows(dy_MN, spec, args.parallel).rows
         return lambda: rows.wait(dy_MN.shape[1], **copies)
     operand = cast_operand(dy_MN, measure(dy_MN, spec), spec, **copies)
     return lambda: operand
 
 
-def start_input(args: LinearBackwardArgs) -> Pending | Rows | None:
-    """Start gathering what forward kept of the input, if wgrad needs it whole; dgrad runs meanwhile."""
-    x = args.input
-    if not args.weight_requires_grad or not args.parallel.gathers("column"):
-        return None
-    if isinstance(x, Tensor):
-        return all_gather(as_matrix(x).to(args.dtype), args.parallel.group)
+def start_input(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
+    """Start gathering what forward kept of the input, if wgrad needs it whole; dgrad may run meanwhile.
+
+    Returns:
+        A function that waits and gives wgrad's operand: `[M, K]`, or the column copy.
+    """
+    x, group = args.input, args.parallel.group if args.parallel.gathers("column") else None
     assert x is not None
-    return None if x.row_data is None else Rows(all_gather(as_matrix(x.row_data), args.parallel.group), x.row[1])
+    if isinstance(x, Tensor) and args.input_quantizer is not None:
+        by_row = group is not None or not args.is_quantized
+        x_MK = as_matrix(x).to(args.dtype)
+        x = cast_operand(x_MK, args.input_statistics, args.input_quantizer, row=by_row, column=not by_row)
+    if isinstance(x, Tensor):
+        return all_gather(as_matrix(x).to(args.dtype), group).wait
+    if x.row_data is None:
+        column = x
+        return lambda: column
+    rows, K = Rows(all_gather(as_matrix(x.row_data), group), x.row[1]), args.weight_shape[1]
+    if args.is_quantized:
+        return lambda: rows.wait(K, row=False, column=True)
+    return lambda: dequantize_rows(rows.wait(K, row=True, column=False), K, args.dtype)
 
 
 def dgrad_weight(args: LinearBackwardArgs) -> Tensor | Quantized:
     """The weight as dgrad reads it."""
-    if isinstance(args.grad_output, Quantized) or args.grad_output_quantizer is not None:
+    assert args.weight is not None
+    if args.is_quantized:
         return _cast_weight(args, row=False, column=True)
     if args.override == "dequantized":
-        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight.shape[1], args.dtype)
+        return dequantize_rows(_cast_weight(args, row=True, column=False), args.weight_shape[1], args.dtype)
     return args.weight.to(args.dtype)
 
 
@@ -172,34 +212,36 @@ def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantize
 
 def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quantized:
     """The weight as fprop read it: cast again with the statistics of the forward pass."""
+    assert args.weight is not None
     assert args.weight_quantizer is not None
     return cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=row, column=column)
 
 
-def wgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, gathered: Pending | Rows | None) -> Tensor | None:
-    """`dw = dy.T @ x`, `[N, K]` in the weight's dtype; None where it went into `main_grad`."""
-    K = args.weight.shape[1]
-    quantized = isinstance(dy, Quantized)
-    x = args.input
-    if isinstance(gathered, Rows):
-        x = gathered.wait(K, row=not quantized, column=quantized)
-    elif gathered is not None:
-        x = gathered.wait()
-    assert x is not None
-    if isinstance(dy, Quantized):
-        assert isinstance(x, Quantized)
-        operands = (*dy.column, *x.column)
-        if args.main_grad is None:
-            return scaled_gemm(*operands, dtype=args.weight.dtype, fast_accumulation=args.fast_wgrad)
-        scaled_gemm_into(*operands, args.main_grad, fast_accumulation=args.fast_wgrad, accumulate=args.accumulate)
-        return None
-    if isinstance(x, Quantized):
-        x = dequantize_rows(x, K, args.dtype)
-    x_MK = as_matrix(x).to(args.dtype)
-    if args.main_grad is None:
-        return gemm(dy.t(), x_MK.t(), dtype=args.weight.dtype)
-    gemm_into(dy.t(), x_MK.t(), args.main_grad, accumulate=args.accumulate)
+def wgrad(args: LinearBackwardArgs, operands: WgradOperands, *, in_custom_op: bool) -> Tensor | None:
+    """`dw = dy.T @ x`, `[N, K]` in the weight's dtype; None where it went into `main_grad`, or is left for later."""
+    if args.ticket is not None:
+        keep(args.ticket, operands, copy=in_custom_op or torch.compiler.is_compiling())
+    elif args.main_grad is not None:
+        operands.multiply_into(args.main_grad, accumulate=args.accumulate)
+    else:
+        return operands.multiply(args.weight_dtype)
     return None
+
+
+def empty_weight(args: LinearBackwardArgs) -> Tensor:
+    """A tensor like the weight, of undefined content."""
+    assert args.main_grad is not None
+    return args.main_grad.new_empty(args.weight_shape, dtype=args.weight_dtype)
+
+
+def released(args: LinearBackwardArgs, dy: Tensor | Quantized, copy: str, in_custom_op: bool) -> Tensor | Quantized:
+    """The gradient without the copy that is read no more; in eager mode, its memory is free then."""
+    if in_custom_op or not isinstance(dy, Quantized):
+        return dy
+    if copy == "column_data":
+        args.input = None  # wgrad is done
+    args.grad_output = dy._replace(**{copy: None})
+    return args.grad_output
 
 
 def with_leading(y_MN: Tensor, leading: tuple[int, ...] | torch.Size) -> Tensor:

@@ -61,13 +61,20 @@ class OperationContext:
 
 
 class BackwardContext:
-    """An `OperationContext` in backward: its attributes, and `saved_tensors`."""
+    """An `OperationContext` in backward: its attributes but for the recipe, and `saved_tensors`.
+
+    What depends on the recipe is decided in forward and arrives as simple values.
+    """
 
     def __init__(self, forward: OperationContext, saved_tensors: tuple[Tensor | None, ...]) -> None:
         self._forward = forward
         self.saved_tensors = saved_tensors
 
     def __getattr__(self, name: str) -> Any:
+        if name == "recipe":
+            raise AttributeError(
+                "BackwardContext: backward has no recipe; set what it decides on the context in forward."
+            )
         return getattr(self._forward, name)
 
 

@@ -15,6 +15,7 @@ from lowp.ops.plan import Plan
 from lowp.ops.registered import split_groups
 from lowp.ops.replay import Replays, layouts
 from lowp.recipe import Recipe
+from lowp.torch_compat import release_saved_tensors
 
 
 class Call(NamedTuple):
@@ -70,7 +71,7 @@ def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, li
     if call.replays is None:
         return *run(), None
     key = layouts((input_, *tensors))
-    return *call.replays[0].run(run, (input_, *tensors), key), key
+    return *call.replays[0].run(run, [input_, *tensors], key), key
 
 
 def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
@@ -176,19 +177,24 @@ class Pipeline(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
         """Run the backward steps."""
         call: Call = ctx.call
-        saved = ctx.saved_tensors
         op_ctxs, counts = ctx.op_ctxs, ctx.saved_counts
+        tensors = [grad_output, *grad_extra_outputs, *ctx.saved_tensors]
+        del grad_output, grad_extra_outputs
+        if not torch.compiler.is_compiling():
+            release_saved_tensors(ctx)  # from here on `tensors` holds them, and what reads it lets go of each
 
         def run() -> tuple[Any, tuple[()]]:
-            grad_extra = split_groups(grad_extra_outputs, [op.num_extra_outputs for op in call.basic_ops])
-            groups = zip(op_ctxs, split_groups(saved, counts), strict=True)
-            ctxs = [BackwardContext(op_ctx, group) for op_ctx, group in groups]
-            grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad_output, grad_extra)
+            extra_counts = [op.num_extra_outputs for op in call.basic_ops]
+            grad, *grad_extra = split_groups(tensors, [1, *extra_counts])
+            saved = split_groups(tensors[1 + sum(extra_counts) :], counts)
+            tensors.clear()
+            ctxs = [BackwardContext(op_ctx, group) for op_ctx, group in zip(op_ctxs, saved, strict=True)]
+            del saved
+            grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad[0], grad_extra)
             return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group]), ()
 
         if ctx.key is None:
             return run()[0]
-        tensors = (grad_output, *grad_extra_outputs, *saved)
         key = layouts(tensors)
         return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
 
@@ -214,6 +220,10 @@ def run_backward(
         if grad is None and not [g for group in grad_extra for g in group if g is not None]:
             continue  # only outputs of earlier operations were used
         args = op.pack_backward_args(ctxs[start:stop], grad, basic_op_grad_extra_outputs=grad_extra)
+        for ctx in ctxs[start:stop]:
+            ctx.saved_tensors = ()  # the arguments hold what is still read
+        if not op.grad_input_is_grad_output:
+            grad = None  # the operation may release it
         grad_input, parameters, inputs = compute(op, "backward", args)
         if grad_input is None and op.grad_input_is_grad_output and call.input_requires_grad[start]:
             grad_input = grad

@@ -27,14 +27,12 @@ class Replays:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Program | None, Any] | None] = {}
 
-    def run(
-        self, function: Callable[[], tuple[Any, Any]], tensors: Sequence[Tensor | None], key: Any
-    ) -> tuple[Any, Any]:
+    def run(self, function: Callable[[], tuple[Any, Any]], tensors: list[Any], key: Any) -> tuple[Any, Any]:
         """The results of `function()`.
 
         Args:
             function: the pass; gives nested tuples of tensors, and the operations' contexts.
-            tensors: all that it reads.
+            tensors: all that it reads; a replay empties the list.
             key: all that results depend on besides the tensors' values: `layouts(tensors)`, for backward those of the
                 forward pass too; None: the pass isn't replayed.
         """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowp.ops.basic_op import BasicOperation, ViewOperation
 from lowp.ops.fuser import OperationFuser
-from lowp.ops.linear import OperationGroup
+from lowp.ops.group import OperationGroup
 from lowp.quantization import autocast, current_recipe
 from lowp.recipe import Recipe
 

@@ -10,27 +10,27 @@ cast again in backward with the statistics of its forward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lowp.distributed.collectives import group_size
-from lowp.distributed.groups import GroupHandle
-from lowp.distributed.shapes import PARALLEL_MODES, Parallel, ParallelMode, check_divisible_sequence, local_size
-from lowp.distributed.sharding import Sharding, init_sharded_
-from lowp.errors import fail, require
+from lowp.distributed.collectives import Pending, group_size
+from lowp.distributed.shapes import ParallelMode, Split, check_divisible_sequence
+from lowp.distributed.sharding import DEFAULT_INITIALIZATION, Initialization
+from lowp.errors import fail
 from lowp.ops import linear_gemms as gemms
-from lowp.ops.basic_op import BasicOperation, check_size
-from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
+from lowp.ops.basic_op import check_size
+from lowp.ops.delayed_wgrad import WgradOperands, WgradStore
+from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs, backward_precision
+from lowp.ops.linear_weight import LinearWeight
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(LinearWeight):
     """Applies a linear map without bias.
 
     Args:
@@ -45,18 +45,23 @@ class BasicLinear(BasicOperation):
             output under "row".
         keep_gathered_input: under "column" with sequence parallelism, keep the gathered quantized input for wgrad
             instead of gathering it again in backward: more memory, less traffic.
+        save_original_input: keep the input as it came, and cast it again in backward, with the same bytes: no more
+            memory where something else keeps the input too.
         accumulate_into_main_grad: backward adds the weight's gradient to `weight.main_grad` (or overwrites it where
             `weight.overwrite_main_grad` is true) instead of returning it, and `weight.grad_added_to_main_grad` is set.
         placeholder_grad: with `accumulate_into_main_grad`, in eager mode, `weight.grad` becomes a tensor of undefined
             content instead of staying None, for code that needs one.
+        delay_wgrad_compute: backward keeps wgrad's operands, and `backward_dw()` multiplies them.
+        split: how the layer is split, with options that the three arguments above it lack; instead of them.
+        initialization: of the weight.
 
     Attributes:
         weight: `[out_features, in_features]`, this rank's part of it.
 
     Raises:
         ValueError: a size is negative or not divisible by the ranks; the mode is unknown, or missing under sequence
-            parallelism; the input's last axis is not the local `in_features`; the tokens can't be split;
-            `weight.main_grad` is missing or has another shape.
+            parallelism; the ranks are not known; the input's last axis is not the local `in_features`; the tokens can't
+            be split; `weight.main_grad` is missing or has another shape.
         TypeError: the input's dtype is no floating-point one.
     """
 
@@ -76,66 +81,45 @@ class BasicLinear(BasicOperation):
         tensor_parallel_group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         keep_gathered_input: bool = False,
+        save_original_input: bool = False,
         accumulate_into_main_grad: bool = False,
         placeholder_grad: bool = False,
+        delay_wgrad_compute: bool = False,
+        split: Split | None = None,
+        initialization: Initialization = DEFAULT_INITIALIZATION,
     ) -> None:
-        super().__init__()
-        name, sizes = "BasicLinear", (in_features, out_features)
-        require(min(sizes) >= 0, name, "in_features and out_features must not be negative", got=sizes)
-        require(
-            tensor_parallel_mode in PARALLEL_MODES,
-            name,
-            f"tensor_parallel_mode must be one of {PARALLEL_MODES}",
-            got=repr(tensor_parallel_mode),
+        split = split or Split(tensor_parallel_mode, tensor_parallel_group, None, sequence_parallel)
+        super().__init__(
+            in_features, out_features, device=device, dtype=dtype, split=split, initialization=initialization
         )
-        require(
-            tensor_parallel_mode is not None or not sequence_parallel,
-            name,
-            "sequence_parallel needs a tensor_parallel_mode",
-        )
-        self.in_features = in_features
-        self.out_features = out_features
-        self._group = GroupHandle(tensor_parallel_group if tensor_parallel_mode else None)
-        self.tensor_parallel_mode = tensor_parallel_mode
-        self.sequence_parallel = sequence_parallel
-        self.local_in_features, self.local_out_features = in_features, out_features
-        if tensor_parallel_mode == "row":
-            self.local_in_features = local_size(name, "in_features", in_features, tensor_parallel_group)
-        elif tensor_parallel_mode == "column":
-            self.local_out_features = local_size(name, "out_features", out_features, tensor_parallel_group)
         self.keep_gathered_input = keep_gathered_input
+        self.save_original_input = save_original_input
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.placeholder_grad = placeholder_grad
-        self.weight = nn.Parameter(
-            torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype)
-        )
-        self.reset_parameters()
+        self.wgrad_store = WgradStore() if delay_wgrad_compute else None
 
-    @property
-    def parallel(self) -> Parallel:
-        """How the layer is split."""
-        return Parallel(self.tensor_parallel_mode, self.sequence_parallel, self._group.group)
+    def backward_dw(self) -> None:
+        """The weight's gradient of the earliest backward that `delay_wgrad_compute` left it out of.
 
-    def shardings(self) -> dict[str, Sharding]:
-        """How each sharded parameter is split."""
-        group = self._group.group
-        if group is None or self.tensor_parallel_mode is None:
-            return {}
-        return {"weight": Sharding(0 if self.tensor_parallel_mode == "column" else 1, group)}
+        It is added to `weight.grad`, as a backward would, or goes to `weight.main_grad`. Not compiled.
 
-    def reset_parameters(self) -> None:
-        """As nn.Linear: uniform in +-1 / sqrt(in_features); the same function of the seed on any number of ranks."""
-        init_sharded_(
-            self.parameter("weight"),
-            (self.out_features, self.in_features),
-            self.shardings().get("weight"),
-            lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)),
-        )
-
-    def extra_repr(self) -> str:
-        """For `print`."""
-        mode = f", tensor_parallel_mode={self.tensor_parallel_mode!r}" if self.tensor_parallel_mode else ""
-        return f"in_features={self.in_features}, out_features={self.out_features}{mode}"
+        Raises:
+            RuntimeError: no backward ran since; or its operands were changed in place; or nothing is delayed.
+        """
+        if self.wgrad_store is None:
+            fail("backward_dw", "the layer must have delay_wgrad_compute=True", error=RuntimeError)
+        with torch.enable_grad():
+            weight = self.parameter("weight")
+        if not weight.requires_grad:
+            return
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            operands = self.wgrad_store.pop()
+            if self.accumulate_into_main_grad:
+                accumulate = not getattr(weight, "overwrite_main_grad", False)
+                operands.multiply_into(self._main_grad(), accumulate=accumulate)
+                return
+            grad = operands.multiply(weight.dtype)
+        weight.backward(grad)
 
     def output_dtype(
         self, input_dtype: torch.dtype, autocast_dtype: torch.dtype | None, extra_dtypes: tuple[torch.dtype, ...] = ()
@@ -148,6 +132,8 @@ class BasicLinear(BasicOperation):
         if ctx.recipe is None or self.parallel.gathers("column"):
             return None
         wgrad, override = ctx.parameters_require_grad[0], ctx.recipe.backward_override
+        if wgrad and self.save_original_input:
+            return None
         return QuantizeRequest(
             ctx.recipe.quantizer("input"),
             row=True,
@@ -188,9 +174,12 @@ class BasicLinear(BasicOperation):
             ranks = group_size(parallel.group) if parallel.mode == "row" else 1
             whole = input_.row[0] if isinstance(input_, Quantized) else input_
             check_divisible_sequence("BasicLinear", whole.shape[:-1], ranks)
-        wgrad = ctx.parameters_require_grad[0]
+        self.check_group()
         override = None if recipe is None else recipe.backward_override
         by_column = not parallel.gathers("column") or self.keep_gathered_input
+        quantized = ctx.parameters_require_grad[0] and recipe is not None and override != "high_precision"
+        original = self.save_original_input and isinstance(input_, Tensor)
+        by_row = override == "dequantized" or not by_column
         return LinearForwardArgs(
             input=input_,
             weight=ctx.parameters[0],
@@ -202,10 +191,9 @@ class BasicLinear(BasicOperation):
             input_quantizer=None if recipe is None else recipe.quantizer("input"),
             weight_quantizer=None if recipe is None else recipe.quantizer("weight"),
             fast_accumulation=recipe is not None and not recipe.gemm("fprop").use_split_accumulator,
-            keep_column=wgrad and recipe is not None and override is None and by_column,
-            keep_row=wgrad
-            and recipe is not None
-            and (override == "dequantized" or (override is None and not by_column)),
+            keep_column=quantized and not original and not by_row,
+            keep_row=quantized and not original and by_row,
+            keep_statistics=quantized and original,
             addend=addend,
             factor=factor,
         )
@@ -237,11 +225,22 @@ class BasicLinear(BasicOperation):
                 kept = aux[:2]
             elif wgrad:
                 original = input_
-        ctx.save_for_backward(original, *(kept if wgrad else (None, None)), args.weight, statistics)
+                if args.keep_statistics and aux[0].dtype is not torch.bool:
+                    kept = (None, aux[0])
+        weight = args.weight if ctx.input_requires_grad else None
+        ctx.save_for_backward(original, *(kept if wgrad else (None, None)), weight, statistics)
+        ctx.weight_shape, ctx.weight_dtype = tuple(args.weight.shape), args.weight.dtype
         ctx.leading = leading
         ctx.compute_dtype = args.dtype
         ctx.kept_by_row = not args.keep_column
-        ctx.main_grad = self._main_grad() if self.accumulate_into_main_grad and wgrad else None
+        ctx.input_quantizer = args.input_quantizer if args.keep_statistics else None
+        ctx.precision = backward_precision(ctx.recipe)
+        ctx.main_grad = ctx.ticket = None
+        if wgrad and self.wgrad_store is not None:
+            ctx.ticket = self.wgrad_store.ticket
+        if wgrad and self.accumulate_into_main_grad:
+            main_grad = self._main_grad()
+            ctx.main_grad = main_grad if self.wgrad_store is None else None
 
     def _main_grad(self) -> Tensor:
         weight: Any = self.parameter("weight")
@@ -270,10 +269,8 @@ class BasicLinear(BasicOperation):
         factor: float = 1.0,
     ) -> LinearBackwardArgs:
         """The arguments of dgrad and wgrad; for fusions too."""
-        recipe = ctx.recipe
-        override = None if recipe is None else recipe.backward_override
         original, kept, kept_scale, weight, statistics = ctx.saved_tensors
-        assert weight is not None
+        parallel = self.parallel
         input_: Tensor | Quantized | None = original
         if kept is not None and ctx.kept_by_row:
             input_ = Quantized(kept, kept_scale, None, None)
@@ -285,17 +282,18 @@ class BasicLinear(BasicOperation):
             weight=weight,
             weight_statistics=statistics,
             main_grad=ctx.main_grad,
+            ticket=ctx.ticket,
             leading=tuple(ctx.leading),
-            group=self._group.group,
-            parallel_mode=self.tensor_parallel_mode,
-            sequence_parallel=self.sequence_parallel,
+            group=parallel.group,
+            parallel_mode=parallel.mode,
+            sequence_parallel=parallel.sequence_parallel,
             dtype=ctx.compute_dtype,
             input_dtype=ctx.dtype,
-            weight_quantizer=None if recipe is None else recipe.quantizer("weight"),
-            grad_output_quantizer=None if recipe is None or override else recipe.quantizer("grad_output"),
-            override=override,
-            fast_dgrad=recipe is not None and not recipe.gemm("dgrad").use_split_accumulator,
-            fast_wgrad=recipe is not None and not recipe.gemm("wgrad").use_split_accumulator,
+            weight_shape=ctx.weight_shape,
+            weight_dtype=ctx.weight_dtype,
+            **ctx.precision,
+            input_quantizer=ctx.input_quantizer,
+            input_statistics=None if ctx.input_quantizer is None else kept_scale,
             input_requires_grad=ctx.input_requires_grad,
             weight_requires_grad=ctx.parameters_require_grad[0],
             accumulate=ctx.main_grad is None or not getattr(self.parameter("weight"), "overwrite_main_grad", False),
@@ -308,22 +306,31 @@ class BasicLinear(BasicOperation):
 
     @classmethod
     def backward_compute(cls, args: LinearBackwardArgs, *, in_custom_op: bool = False) -> Any:
-        """Dgrad, then wgrad, each where its gradient is wanted.
+        """Dgrad and wgrad, each where its gradient is wanted.
 
-        The weight is cast while the gradient is gathered, the input is gathered during dgrad, and dgrad's reduction
-        runs during wgrad.
+        Wgrad runs first, and what it alone reads is released before dgrad's result is allocated. Where ranks
+        communicate, dgrad runs first instead: the input is gathered meanwhile, and dgrad's result is reduced during
+        wgrad. The weight is cast while the gradient is gathered.
         """
-        gathered = gemms.start_input(args)
+        overlaps = args.parallel.mode == "column" and group_size(args.parallel.group) > 1
+        wait_for_input = gemms.start_input(args) if args.weight_requires_grad else None
         wait_for_grad = gemms.start_grad(args)
-        weight = gemms.dgrad_weight(args) if args.input_requires_grad else None
-        grad_output = wait_for_grad()
-        del wait_for_grad  # it holds the operand's row copy, which is released below
-        grad_input = None if weight is None else gemms.dgrad(args, grad_output, weight)
-        if isinstance(grad_output, Quantized) and not in_custom_op:
-            args.grad_output = None
-            grad_output = grad_output._replace(row_data=None)  # dgrad is done: its memory is free for wgrad
-        grad_weight = gemms.wgrad(args, grad_output, gathered) if args.weight_requires_grad else None
+        weight = gemms.dgrad_weight(args) if args.input_requires_grad and args.parallel.mode else None
+        dy = wait_for_grad()
+        del wait_for_grad
+        grad_input: Pending | None = None
+        grad_weight: Tensor | None = None
+        if overlaps and weight is not None:
+            grad_input = gemms.dgrad(args, dy, weight)
+            dy = gemms.released(args, dy, "row_data", in_custom_op)
+        if wait_for_input is not None:
+            operands = WgradOperands(dy, wait_for_input(), args.fast_wgrad)
+            grad_weight = gemms.wgrad(args, operands, in_custom_op=in_custom_op)
+            del operands, wait_for_input
+            dy = gemms.released(args, dy, "column_data", in_custom_op)
+        if args.input_requires_grad and grad_input is None:
+            grad_input = gemms.dgrad(args, dy, gemms.dgrad_weight(args) if weight is None else weight)
         if args.placeholder_grad and not in_custom_op:
-            grad_weight = torch.empty_like(args.weight)
+            grad_weight = gemms.empty_weight(args)
         dx = None if grad_input is None else gemms.with_leading(grad_input.wait(), args.leading)
         return dx, ((grad_weight,),), ((),)

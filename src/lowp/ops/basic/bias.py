@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lowp.distributed.groups import GroupHandle
-from lowp.distributed.shapes import local_size
-from lowp.distributed.sharding import Sharding
+from lowp.distributed.shapes import Split, local_size, rank_count
+from lowp.distributed.sharding import DEFAULT_INITIALIZATION, Initialization, Sharding, init_sharded_
 from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.bias_grad import bias_grad
@@ -61,6 +61,8 @@ class Bias(BasicOperation):
         sequence_parallel: the tokens are split over ranks, so that each has a part of the bias's gradient: the
             parameter carries `sequence_parallel = True`, and `lowp.distributed.reduce_sequence_parallel_grads`
             completes it.
+        split: how the layer that it belongs to is split, instead of the two arguments above it.
+        initialization: of the bias.
 
     Attributes:
         bias: `[N]`, this rank's part of it.
@@ -83,28 +85,49 @@ class Bias(BasicOperation):
         dtype: torch.dtype | None = None,
         tensor_parallel_group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        split: Split | None = None,
+        initialization: Initialization = DEFAULT_INITIALIZATION,
     ) -> None:
         super().__init__()
         require(size >= 0, "Bias", "size must not be negative", got=size)
+        split = split or Split("column" if tensor_parallel_group is not None else None, tensor_parallel_group)
         self.promotes = True
-        self._group = GroupHandle(tensor_parallel_group)
-        self.size = local_size("Bias", "size", size, tensor_parallel_group)
+        self.sequence_parallel = sequence_parallel or (split.mode == "row" and split.sequence_parallel)
+        self._parts = split.parts
+        self._group = GroupHandle(split.group if split.mode == "column" else None)
+        self._ranks = rank_count("Bias", split.group, split.size) if split.mode == "column" else 1
+        self._initialization = initialization
+        local_size("Bias", "size", size // split.parts, self._ranks)
+        self.size = size // self._ranks
         self.bias = nn.Parameter(torch.empty(self.size, device=device, dtype=dtype))
-        self.sequence_parallel = sequence_parallel
         self.mark_partial_gradients()
         self.reset_parameters()
 
+    def set_tensor_parallel_group(self, group: ProcessGroup | None) -> None:
+        """Say which ranks the bias is split over, where only their number was known.
+
+        Raises:
+            ValueError: it has another number of ranks.
+        """
+        if self._ranks > 1:
+            rank_count("Bias", group, self._ranks)
+            self._group = GroupHandle(group)
+
     def shardings(self) -> dict[str, Sharding]:
         """How the bias is split."""
-        return {} if self._group.group is None else {"bias": Sharding(0, self._group.group)}
+        if self._group.group is None and self._parts == 1:
+            return {}
+        return {"bias": Sharding(0, self._group.group, self._parts)}
 
     def partial_gradients(self) -> tuple[str, ...]:
         """The bias, where tokens are split."""
         return ("bias",) if self.sequence_parallel else ()
 
     def reset_parameters(self) -> None:
-        """Zeros."""
-        nn.init.zeros_(self.parameter("bias"))
+        """Initialise the bias; by default with zeros."""
+        for bias in self.pieces("bias"):
+            whole = (bias.shape[0] * self._ranks,)
+            init_sharded_(bias, whole, self.shardings().get("bias"), self._initialization, nn.init.zeros_)
 
     def extra_repr(self) -> str:
         """For `print`."""

@@ -40,6 +40,10 @@ class _Collective(BasicOperation):
         super().__init__()
         self._group = GroupHandle(process_group)
 
+    def set_tensor_parallel_group(self, group: ProcessGroup | None) -> None:
+        """Say which ranks they are, where they weren't known."""
+        self._group = GroupHandle(group)
+
     def bypassed(self, recipe: Recipe | None) -> bool:
         """On one rank."""
         return group_size(self._group.group) == 1

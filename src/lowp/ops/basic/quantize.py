@@ -105,6 +105,7 @@ class Quantize(BasicOperation):
         ctx = basic_op_ctxs[0]
         ctx.grad_request = prev_op_grad_output_quantizer
         assert ctx.recipe is not None  # bypassed otherwise
+        ctx.grad_quantizer = ctx.recipe.quantizer("grad_output") if self.quantizes_backward else None
         return _pack(input_, ctx.recipe.quantizer("input") if self.quantizes_forward else None, next_op_input_quantizer)
 
     @classmethod
@@ -115,11 +116,7 @@ class Quantize(BasicOperation):
     def pack_backward_args(self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: Any) -> QuantizeArgs:
         """The gradient, and what the operation before reads."""
         ctx = basic_op_ctxs[0]
-        return _pack(
-            grad_output,
-            ctx.recipe.quantizer("grad_output") if self.quantizes_backward else None,
-            ctx.grad_request,
-        )
+        return _pack(grad_output, ctx.grad_quantizer, ctx.grad_request)
 
     @classmethod
     def backward_compute(cls, args: QuantizeArgs, *, in_custom_op: bool = False) -> Any:
