@@ -17,8 +17,8 @@ from lowp.kernels.dropped import Dropped
 from lowp.kernels.normalized import Normalized
 from lowp.ops.basic.activation import ActivationBackwardArgs, ActivationForwardArgs
 from lowp.ops.basic.dropout import DropoutArgs
-from lowp.ops.basic.normalization import NormalizationBackwardArgs, NormalizationForwardArgs
 from lowp.ops.fused.backward_bias_activation import BiasActivationBackwardArgs
+from lowp.ops.normalization_args import NormalizationBackwardArgs, NormalizationForwardArgs
 from tests.conformance.samples import BF16, FORWARD, FP16, FP32, GRADIENT, Draw, N, Sample
 from tests.conformance.samples import _simple as simple
 
