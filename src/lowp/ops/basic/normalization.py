@@ -9,7 +9,7 @@ Shape legend: M = rows, all leading axes together; K = features, the normalized 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -163,6 +163,13 @@ class Normalization(BasicOperation):
         """How many axes are normalized."""
         return 1 if self.normalized_shape is None else len(self.normalized_shape)
 
+    def _fits(self, shape: Sequence[int]) -> bool:
+        """Whether an input of this shape has the normalized axes."""
+        if self.normalized_shape is None or len(shape) < self.axes:
+            return self.normalized_shape is None and len(shape) > 0
+        pairs = zip(shape[-self.axes :], self.normalized_shape, strict=True)  # sizes may be symbolic
+        return not [None for size, expected in pairs if size != expected]
+
     def hands_over(
         self, basic_op_ctxs: list[OperationContext], direction: Direction, request: QuantizeRequest | None
     ) -> bool:
@@ -179,7 +186,7 @@ class Normalization(BasicOperation):
     ) -> NormalizationForwardArgs:
         """Input, parameters, and what the next operation reads."""
         ctx, name = basic_op_ctxs[0], type(self).__name__
-        if input_.ndim == 0 or self.normalized_shape not in (None, tuple(input_.shape[-self.axes :])):
+        if not self._fits(input_.shape):
             fail(name, f"the input's last axes must be {self.normalized_shape or 'there'}", got=tuple(input_.shape))
         check_high_precision(name, input_)
         quantizer, row, column = copies(next_op_input_quantizer if self.axes == 1 else None, input_.shape[-1])
