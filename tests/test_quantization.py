@@ -14,7 +14,17 @@ from torch import Tensor
 import lowp
 from lowp import quantization
 from lowp.formats import E4M3, E5M2
-from lowp.quantization import Quantized, dequantize_rows, quantize_operand, register_quantizer
+from lowp.kernels.activated import activated, activation_gradient
+from lowp.kernels.materialize import materialize
+from lowp.quantization import (
+    Quantized,
+    cast_operand,
+    cast_operand_bias_grad,
+    dequantize_rows,
+    measure,
+    quantize_operand,
+    register_quantizer,
+)
 from lowp.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from lowp.recipe import ROLES, Float8CurrentScaling
 from tests import oracle
@@ -207,6 +217,35 @@ def test_a_new_quantizer(sign_quantizer):
     assert torch.equal(result.row_data, x.sign())
     assert torch.equal(result.column_data, x.sign().t())
     assert result.row_scale == 4.0
+
+
+def test_a_quantizer_that_takes_tensors_only_gets_the_values_of_a_source(sign_quantizer):
+    source = activated(torch.randn(3, 8), "swiglu")
+    values = materialize(source)
+    assert measure(source, sign_quantizer) is None
+    expected = quantize_operand(values, sign_quantizer, row=True, column=True)
+    for result in (
+        quantize_operand(source, sign_quantizer, row=True, column=True),
+        cast_operand(source, None, sign_quantizer, row=True, column=True),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    _, sums = cast_operand_bias_grad(source, None, sign_quantizer, row=True, column=False, dtype=torch.float64)
+    assert torch.equal(sums, values.sum(0).double())
+
+
+@pytest.mark.parametrize("spec", [SPEC, Float8CurrentScalingQuantizer(fmt=E5M2, amax_epsilon=1.0)])
+def test_a_source_is_quantized_as_its_values_are(spec):
+    source = activation_gradient(torch.randn(40, 24), torch.randn(40, 48), "geglu", dtype=torch.bfloat16)
+    values = materialize(source)
+    statistics = measure(source, spec)
+    assert torch.equal(statistics, measure(values, spec))
+    copies = {"row": True, "column": True}
+    expected = quantize_operand(values, spec, **copies)
+    fused, sums = cast_operand_bias_grad(source, statistics, spec, **copies, dtype=torch.float32)
+    cast = cast_operand(source, statistics, spec, **copies)
+    for result in (cast, quantize_operand(source, spec, **copies), fused):
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(result, expected, strict=True))
+    assert torch.equal(sums, values.float().sum(0))
 
 
 def test_a_subclass_of_a_registered_spec_is_not_registered():

@@ -33,6 +33,12 @@ def _allocate(x: Tensor, scale: float) -> Tensor:
     return torch.empty_like(x)
 
 
+def _sum(tensors: list[Tensor], scale: float) -> Tensor:
+    CALLS.append(("sum", torch.is_autocast_enabled("cpu")))
+    return torch.stack(list(tensors)).sum(0) * scale
+
+
+toy_sum = register("toy_sum(Tensor[] xs, float scale) -> Tensor", ref=_sum, launch=_sum, allocate=_sum)
 toy_scale = register("toy_scale(Tensor x, float scale) -> Tensor", ref=_ref, launch=_launch, allocate=_allocate)
 
 
@@ -145,6 +151,44 @@ def test_kernels_run_with_torch_autocast_off(grad, compiled):
         y = call(torch.ones(3), 2.0)
     assert y.dtype == torch.float32
     assert CALLS[-1] == ("ref", False)
+
+
+# ---- lists of tensors
+
+
+def test_a_list_of_tensors_goes_straight_to_the_kernel(dispatched):
+    xs = (torch.ones(3), torch.nn.Parameter(torch.ones(3)))
+    with torch.no_grad():
+        assert torch.equal(toy_sum(xs, 2.0), torch.full((3,), 4.0))
+        with Recorder() as recorder:
+            toy_sum(xs, 2.0)
+    assert "lowp.toy_sum.default" in recorder.seen
+    assert len(CALLS) == 2
+
+
+@torch.no_grad()
+def test_a_subclass_in_a_list_sees_the_operator():
+    class Seen(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            inner = [x.inner if isinstance(x, Wrapper) else x for x in args[0]]
+            return func(inner, *args[1:])
+
+    assert torch.equal(toy_sum((torch.ones(3), Seen(torch.ones(3))), 2.0), torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_list_of_tensors_under_torch_autocast(grad):
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=torch.bfloat16):
+        toy_sum((torch.ones(3), torch.ones(3)), 2.0)
+    assert CALLS == [("sum", False)]
+
+
+def test_a_list_of_tensors_comes_first():
+    kernels = {"ref": _sum, "launch": _sum, "allocate": _sum}
+    with pytest.raises(ValueError, match=r"^lowp::toy_last: a list of tensors must be the first argument, got"):
+        register("toy_last(Tensor x, Tensor[] xs) -> Tensor", **kernels)
+    assert "toy_last" not in REGISTRY
 
 
 def test_a_name_is_registered_once():

@@ -5,6 +5,8 @@ Shape legend: M = rows, N = features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from lowp.kernels.dropped import Dropped
 from lowp.kernels.normalized import Normalized
 from lowp.ops.basic.activation import ActivationBackwardArgs, ActivationForwardArgs
 from lowp.ops.basic.dropout import DropoutArgs
-from lowp.ops.basic.normalization import NormalizationBackwardArgs, NormalizationForwardArgs
 from lowp.ops.fused.backward_bias_activation import BiasActivationBackwardArgs
+from lowp.ops.normalization_args import NormalizationBackwardArgs, NormalizationForwardArgs
 from tests.conformance.samples import BF16, FORWARD, FP16, FP32, GRADIENT, Draw, N, Sample
 from tests.conformance.samples import _simple as simple
 
@@ -67,12 +69,18 @@ def _norm_backward(kind: str, *leading: int, residual: bool = False, used: bool 
 
 def _activation(activation: str, factor: int, dtype: torch.dtype = BF16, **fields: Any) -> Sample:
     spec = Activated(dtype=dtype, activation=activation)
-    return simple(lambda draw, m: ActivationForwardArgs(input=draw(2, m, factor * N, dtype=dtype), spec=spec, **fields))
+    return _in_one_step(
+        lambda draw, m: ActivationForwardArgs(input=draw(2, m, factor * N, dtype=dtype), spec=spec, **fields)
+    )
 
 
 def _activation_backward(activation: str, factor: int, kind: Any = ActivationBackwardArgs, **fields: Any) -> Sample:
     spec = ActivationGradient(dtype=BF16, activation=activation)
-    return simple(lambda draw, m: kind(grad_output=draw(m, N), input=draw(m, factor * N), spec=spec, **fields))
+    return _in_one_step(lambda draw, m: kind(grad_output=draw(m, N), input=draw(m, factor * N), spec=spec, **fields))
+
+
+def _in_one_step(args: Callable[[Draw, int], Any]) -> Sample:
+    return replace(simple(args), one_step=True)
 
 
 def _dropout(**fields: Any) -> Sample:
@@ -103,13 +111,14 @@ LAYERS: dict[str, dict[str, Sample]] = {
     },
     "Activation_forward": {
         "gelu": _activation("gelu", 1),
-        "swiglu, quantized": _activation("swiglu", 2, **QUANTIZED_INPUT),
+        "swiglu": _activation("swiglu", 2),
+        "reglu, quantized": _activation("reglu", 2, **QUANTIZED_INPUT),
         "sreglu, fp32": _activation("sreglu", 2, FP32),
     },
     "Activation_backward": {
         "silu": _activation_backward("silu", 1),
-        "geglu, quantized": _activation_backward("geglu", 2, **QUANTIZED_GRADIENT),
-        "reglu": _activation_backward("reglu", 2),
+        "geglu": _activation_backward("geglu", 2),
+        "reglu, quantized": _activation_backward("reglu", 2, **QUANTIZED_GRADIENT),
     },
     "BackwardBiasActivation_backward": {
         label: _activation_backward(

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from lowp.dynamo.schema import ArgumentSchema
 from lowp.formats import E4M3, E5M2
+from lowp.kernels.activated import activated, activation_gradient
 from lowp.kernels.amax import amax
+from lowp.kernels.dropped import dropped
+from lowp.kernels.normalized import normalized
+from lowp.kernels.sources import PLAIN, Source
 from lowp.ops.basic.add_extra_input import AddExtraInputArgs
 from lowp.ops.basic.bias import BiasBackwardArgs, BiasForwardArgs
 from lowp.ops.basic.collectives import CollectiveArgs
@@ -68,14 +72,43 @@ class Sample:
     Attributes:
         make: `(draw, M) -> arguments`.
         row_major: positions of the tensors that must be row-major; the others may have any strides.
+        one_step: whether a CPU and a GPU may differ by one step of bf16, or of FP8: there are transcendentals.
     """
 
     make: Callable[[Draw, int], tuple[Any, ...]]
     row_major: tuple[int, ...] = ()
+    one_step: bool = False
 
 
-def _cast(x: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool, *more: Any) -> tuple[Any, ...]:
-    return x, amax(x), spec.bundle, row, column, *more
+def _source(x: Tensor | Source) -> tuple[list[Tensor], str]:
+    """The two arguments that a source crosses as."""
+    return (list(x.tensors), x.spec.bundle) if isinstance(x, Source) else ([x], PLAIN[x.dtype].bundle)
+
+
+def _cast(
+    x: Tensor | Source, spec: Float8CurrentScalingQuantizer, row: bool, column: bool, *more: Any
+) -> tuple[Any, ...]:
+    """Arguments of a cast; the amax of a source is one that all devices agree on."""
+    largest = torch.full((1,), 1.75, device=x.device) if isinstance(x, Source) else amax(x)
+    return *_source(x), largest, spec.bundle, row, column, *more
+
+
+def _rms(draw: Draw, m: int, dtype: torch.dtype) -> Source:
+    return normalized(draw(m, ODD_K), None, draw(m, dtype=FP32).abs(), draw(ODD_K), zero_centered=True, dtype=dtype)
+
+
+def _layer_norm(draw: Draw, m: int, dtype: torch.dtype) -> Source:
+    x, mean, rstd = draw(m, ODD_K, dtype=FP32), draw(m, dtype=FP32), draw(m, dtype=FP32).abs()
+    return normalized(x, mean, rstd, draw(ODD_K), draw(ODD_K, dtype=FP32), dtype=dtype)
+
+
+def _dropped(draw: Draw, m: int) -> Source:
+    return dropped(draw(m, ODD_K), torch.tensor([3, 5], device=draw.device), 0.25)
+
+
+def _gradient(draw: Draw, m: int, name: str, dtype: torch.dtype = BF16) -> Source:
+    """The gradient of a gated activation."""
+    return activation_gradient(draw(m, ODD_K), draw(m, 2 * ODD_K, dtype=dtype), name)
 
 
 def _scaled(
@@ -84,6 +117,39 @@ def _scaled(
     return *draw.quantized(m, ODD_K, a, row=True, column=False).row, *draw.quantized(
         n, ODD_K, row=True, column=False
     ).row
+
+
+def _norm(
+    draw: Draw,
+    m: int,
+    k: int,
+    kind: str,
+    *,
+    bias: Tensor | None = None,
+    x_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    output: bool = True,
+    amax: bool = False,
+) -> tuple[Any, ...]:
+    """Layer and rms norms, with a zero-centered fp32 weight."""
+    return draw(m, k, dtype=x_dtype), draw(k, dtype=FP32), bias, kind, 1e-5, True, dtype, output, amax
+
+
+def _norm_grad(
+    draw: Draw,
+    m: int,
+    k: int,
+    kind: str,
+    *,
+    mean: Tensor | None = None,
+    residual: Tensor | None = None,
+    grad_input: bool = True,
+    grad_weight: bool = True,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """Any numbers may stand for the statistics: then sums of exact inputs are exact."""
+    options = (kind, True, grad_input, grad_weight, bias_dtype)
+    return draw(m, k), draw(m, k), mean, draw(m, dtype=FP32), draw(k, dtype=FP32), residual, *options
 
 
 def _linear_forward(**fields: Any) -> Sample:
@@ -215,21 +281,51 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "fp32": Sample(lambda draw, m: (draw(m, N, dtype=FP32), -2.0)),
     },
     "amax": {
-        "matrix": Sample(lambda draw, m: (draw(m, ODD_K),)),
-        "four axes, fp32": Sample(lambda draw, m: (draw(2, m, 3, 5, dtype=FP32),)),
+        "matrix": Sample(lambda draw, m: _source(draw(m, ODD_K))),
+        "four axes, fp32": Sample(lambda draw, m: _source(draw(2, m, 3, 5, dtype=FP32))),
+        "normalized": Sample(lambda draw, m: _source(_rms(draw, m, FP16))),
+        "swiglu": Sample(lambda draw, m: _source(activated(draw(m, 2 * ODD_K), "swiglu")), one_step=True),
+        "gradient of sreglu": Sample(lambda draw, m: _source(_gradient(draw, m, "sreglu"))),
     },
     "bias_grad": {
-        "bf16": Sample(lambda draw, m: (draw(m, ODD_K), BF16)),
-        "fp16 to fp32": Sample(lambda draw, m: (draw(m, ODD_K, dtype=FP16), FP32)),
+        "bf16": Sample(lambda draw, m: (*_source(draw(m, ODD_K)), BF16)),
+        "fp16 to fp32": Sample(lambda draw, m: (*_source(draw(m, ODD_K, dtype=FP16)), FP32)),
+        "gradient of reglu": Sample(lambda draw, m: (*_source(_gradient(draw, m, "reglu")), FP32)),
     },
     "cast": {
         "row": Sample(lambda draw, m: _cast(draw(m, ODD_K), FORWARD, True, False)),
         "column, E5M2": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, False, True)),
         "both, fp32": Sample(lambda draw, m: _cast(draw(m, ODD_K, dtype=FP32), POWER_2, True, True)),
+        "normalized": Sample(lambda draw, m: _cast(_layer_norm(draw, m, BF16), FORWARD, True, True)),
+        "gelu": Sample(lambda draw, m: _cast(activated(draw(m, ODD_K), "gelu"), FORWARD, True, False), one_step=True),
+        "gradient of sreglu": Sample(lambda draw, m: _cast(_gradient(draw, m, "sreglu"), GRADIENT, True, True)),
     },
     "cast_bias_grad": {
         "both": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, True, True, FP32)),
         "row": Sample(lambda draw, m: _cast(draw(m, ODD_K, dtype=FP16), FORWARD, True, False, FP16)),
+        "gradient of reglu": Sample(lambda draw, m: _cast(_gradient(draw, m, "reglu"), GRADIENT, True, True, BF16)),
+    },
+    "materialize": {
+        "tensor": Sample(lambda draw, m: _source(draw(m, ODD_K))),
+        "normalized": Sample(lambda draw, m: _source(_rms(draw, m, BF16))),
+        "normalized, fp32": Sample(lambda draw, m: _source(_layer_norm(draw, m, FP32))),
+        "dropped": Sample(lambda draw, m: _source(_dropped(draw, m))),
+        "clamped_swiglu": Sample(
+            lambda draw, m: _source(activated(draw(m, 2 * ODD_K), "clamped_swiglu", {"limit": 0.5})), one_step=True
+        ),
+        "gradient of sreglu": Sample(lambda draw, m: _source(_gradient(draw, m, "sreglu", FP32))),
+    },
+    "norm_forward": {
+        "layer": Sample(lambda draw, m: _norm(draw, m, K, "layer", bias=draw(K), amax=True)),
+        "rms, statistics and amax": Sample(lambda draw, m: _norm(draw, m, ODD_K, "rms", output=False, amax=True)),
+        "l2, no parameters": Sample(lambda draw, m: (draw(m, ODD_K), None, None, "l2", 1e-6, False, BF16, True, False)),
+        "rms, fp32 to fp16": Sample(lambda draw, m: _norm(draw, m, ODD_K, "rms", x_dtype=FP32, dtype=FP16)),
+    },
+    "norm_backward": {
+        "layer": Sample(lambda draw, m: _norm_grad(draw, m, K, "layer", mean=draw(m, dtype=FP32), bias_dtype=FP32)),
+        "l2, input alone": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "l2", grad_weight=False)),
+        "rms, weight alone": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "rms", grad_input=False)),
+        "rms, residual": Sample(lambda draw, m: _norm_grad(draw, m, ODD_K, "rms", residual=draw(m, ODD_K))),
     },
     "dequantize": {
         "matrix": Sample(
@@ -416,5 +512,5 @@ for _name in list(SAMPLES):
     if "Linear" in _name and not _name.endswith("_inplace"):
         SAMPLES[f"{_name}_collective"] = SAMPLES[_name]
 
-SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward")
+SUMS = ("gemm", "Linear", "bias_grad", "Bias_backward", "norm", "Norm", "BiasActivation")
 """Parts of the names of operators whose last bits depend on the order of a sum: compared on exact values."""

@@ -12,6 +12,9 @@ import torch
 
 import lowp
 from lowp import quantization
+from lowp.kernels.activated import activated
+from lowp.kernels.activations import ACTIVATIONS
+from lowp.kernels.materialize import materialize
 from tests.ops.graphs import Graphs, lowp_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -26,10 +29,13 @@ def page() -> types.ModuleType:
         patch.setitem(sys.modules, module.__name__, module)
         patch.setattr(quantization, "_METHODS", dict(quantization._METHODS))
         patch.setattr(lowp.ops.plan, "_RULES", list(lowp.ops.plan._RULES))
+        activations = dict(ACTIVATIONS)
         for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             lines_before = text[: block.start(1)].count("\n")
             exec(compile("\n" * lines_before + block[1], str(PAGE), "exec"), vars(module))
         yield module
+        ACTIVATIONS.clear()
+        ACTIVATIONS.update(activations)
 
 
 def test_the_operation_computes_its_gradients(page):
@@ -77,3 +83,29 @@ def test_the_recipe_computes_its_gradients(page, boundary):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     native = torch.nn.functional.linear(x, linear[0].weight, linear[1].bias)
     assert (results[0][0] - native).abs().max() < 0.1
+
+
+def test_the_activation_rounds_once_and_has_its_gradient(page):
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    a, b = x.chunk(2, dim=1)
+    exact = torch.nn.functional.softsign(a) * b
+    y = materialize(activated(x.detach().float(), "softsign_glu"))
+    torch.testing.assert_close(y, exact.detach().float())
+    (dx,) = torch.autograd.grad(exact.sum(), x)
+    source = page.activation_gradient(torch.ones(3, 4), x.detach().float(), "softsign_glu")
+    torch.testing.assert_close(materialize(source), dx.float())
+
+
+def test_the_source_is_quantized_as_its_values_are(page):
+    x, weight = torch.randn(6, 20).bfloat16(), torch.rand(6)
+    source = page.weighted(x, weight)
+    values = (x.float() * weight[:, None]).bfloat16()
+    assert torch.equal(materialize(source), values)
+    spec = lowp.quantizers.Float8CurrentScalingQuantizer()
+    compiled = torch.compile(lambda x, w: quantize_both(page.weighted(x, w), spec), fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(x, weight), quantize_both(values, spec), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def quantize_both(x, spec):
+    return quantization.quantize_operand(x, spec, row=True, column=True)

@@ -10,17 +10,15 @@ import torch
 
 from lowp.kernels import norm, norm_grad
 from lowp.kernels.norm_kernel import norm_grad_kernel, norm_grad_long_kernel, norm_kernel, norm_long_kernel
+from tests.kernels.builds import Build
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTERS = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
 LENGTHS = (1, 21, 128, 768, 4096, 5120, 8192, 12288, 16384, 65536)
 """Below, at and between powers of two; the last one doesn't fit into registers."""
 
-Made = tuple[Any, dict[str, str], dict[str, Any], int, set[str]]
-"""Kernel, types of the run-time arguments, constants, warps, and the arguments that are multiples of 16."""
 
-
-def _made(kernel: Any, K: int, pointers: dict[str, str | None], constants: tuple[Any, ...], warps: int) -> Made:
+def _build(kernel: Any, K: int, pointers: dict[str, str | None], constants: tuple[Any, ...], warps: int) -> Build:
     """Sizes and strides are known to be 1 or multiples of 16 where K is."""
     names = kernel.arg_names
     known = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
@@ -32,15 +30,14 @@ def _made(kernel: Any, K: int, pointers: dict[str, str | None], constants: tuple
         known |= dict.fromkeys(set(scalars) - {"M", *floats}, 1)
     types = {name: "fp32" if name in floats else kind for name, kind in types.items() if name not in known}
     aligned = types.keys() - set(scalars if K % 16 else floats)
-    return kernel, types, known, warps, aligned
+    return Build(kernel, types, known, warps, aligned, label=f"K{K}")
 
 
 def forward(
     K: int, layer: bool, output: bool, amax: bool, x: torch.dtype = BF16, y: torch.dtype = BF16, w: torch.dtype = BF16
-) -> Made:
+) -> Build:
     """One launch of the forward pass; with a bias where there is a mean."""
-    rows = torch.empty(0, K, dtype=x)
-    config = norm.config_for(rows, centered=layer, amax=amax)
+    config = norm.config_for(K, x.itemsize, centered=layer, amax=amax)
     kernel = norm_long_kernel if isinstance(config, norm.LongConfig) else norm_kernel
     pointers = {
         "x_ptr": POINTERS[x],
@@ -51,7 +48,7 @@ def forward(
         "rstd_ptr": "*fp32",
         "amax_ptr": "*fp32" if amax else None,
     }
-    return _made(kernel, K, pointers, norm._constants(config, rows, not layer, y), config.num_warps)
+    return _build(kernel, K, pointers, norm._constants(config, K, x.itemsize, not layer, y), config.num_warps)
 
 
 def backward(
@@ -63,7 +60,7 @@ def backward(
     x: torch.dtype = BF16,
     dy: torch.dtype = BF16,
     w: torch.dtype = BF16,
-) -> Iterator[Made]:
+) -> Iterator[Build]:
     """The launches of the backward pass; the second sum is that of the bias."""
     rows, columns = norm_grad.plan_for(K, grad_input=grad_input, sums=sums)
     for config, has_dx in ((rows, True), (columns, False)):
@@ -83,10 +80,13 @@ def backward(
             kernel, own = norm_grad_kernel, config is columns or columns is None
             pointers["dw_ptr"] = "*fp32" if own and sums >= 1 else None
             pointers["db_ptr"] = "*fp32" if own and sums == 2 else None
-        yield _made(kernel, K, pointers, norm_grad._constants(config, K, not layer), config.num_warps)
+        constants = (not layer, config.block_k)
+        if kernel is norm_grad_kernel:
+            constants = norm_grad._constants(config, K, not layer)
+        yield _build(kernel, K, pointers, constants, config.num_warps)
 
 
-def norm_builds() -> Iterator[Made]:
+def norm_builds() -> Iterator[Build]:
     """Everything that differs in the code, each for all lengths; the other dtypes for some."""
     for K, layer in itertools.product(LENGTHS, (True, False)):
         yield forward(K, layer, True, False)

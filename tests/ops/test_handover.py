@@ -117,6 +117,19 @@ def test_what_runs(device):
     assert dict(counted.counts) == {"norm_forward": 1, "amax": 1, "cast": 2, "scaled_gemm": 1}  # amax of the weight
 
 
+def test_what_does_nothing_is_looked_through(device):
+    """Forward and backward: nothing is written in high precision on the way."""
+    layers = [ops.BasicLinear(K, K, device=device, dtype=BF16) for _ in range(2)]
+    module = ops.Sequential(
+        layers[0], ops.Identity(), ops.Dropout().eval(), ops.GELU(), ops.Dropout(0.0), ops.Identity(), layers[1],
+        recipe=oracle.HYBRID,
+    )  # fmt: skip
+    with CountOps() as counted:
+        step(module, module, batch(device))
+    assert counted.counts["materialize"] == 0
+    assert counted.counts["cast"] == 2 * 4, "in each direction, two operands of each layer"
+
+
 @pytest.mark.parametrize(
     ("recipe", "normalized"), [("hybrid", 0), ("dequantized", 0), ("high_precision", 1), ("none", 1)]
 )

@@ -94,7 +94,7 @@ class Activated(_OfActivation):
 
     def produce_ref(self, tensors: Tensors) -> Tensor:
         """The formula in fp32."""
-        return activation_ref(tensors[0].float(), self.activation, tuple(self.params.values())).to(self.dtype)
+        return activation_ref(tensors[0].float(), self.entry, tuple(self.params.values())).to(self.dtype)
 
     def kernel(self, tensors: Tensors) -> Kernel:
         """One load, or one of each half."""
@@ -132,7 +132,7 @@ class ActivationGradient(_OfActivation):
         """The formula in fp32."""
         dy_MK, x_MX = tensors
         params = tuple(self.params.values())
-        return activation_gradient_ref(dy_MK.float(), x_MX.float(), self.activation, params).to(self.dtype)
+        return activation_gradient_ref(dy_MK.float(), x_MX.float(), self.entry, params).to(self.dtype)
 
     def kernel(self, tensors: Tensors) -> Kernel:
         """The load of the output's gradient beside those of the input."""

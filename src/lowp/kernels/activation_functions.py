@@ -42,10 +42,11 @@ _LOG2E = constexpr(math.log2(math.e))
 def sigmoid_of(t):
     """`1 / (1 + 2^t)`, which is `sigmoid(z)` for `t = -z log2(e)`: by these instructions, whatever surrounds them.
 
-    Off by a few units in the last place. Below 2^-126 it is 0: the one place where subnormals are not kept.
+    Off by a few units in the last place. The quarters keep what is less than 2^-126: rcp.ftz would make 0 of it.
     """
     return tl.inline_asm_elementwise(
-        "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.rn.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}",
+        "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; fma.rn.f32 e, e, 0f3E800000, 0f3E800000;"
+        "rcp.approx.ftz.f32 e, e; mul.rn.f32 $0, e, 0f3E800000;}",
         "=f,f",
         [t],
         dtype=tl.float32,

@@ -67,6 +67,30 @@ ACTIVATIONS: dict[str, Activation] = {
 """Every activation by its name. One more entry is one more activation, with all that quantizes or sums it."""
 
 
+def register_activation(
+    name: str, function: Function, *, gate: Function | None = None, defaults: Mapping[str, float] | None = None
+) -> None:
+    """Add an activation to the table.
+
+    Args:
+        name: of the activation.
+        function: f.
+        gate: g, for the second half of the columns; None: the activation is not gated.
+        defaults: its parameters' names and defaults, in the order in which the functions take them.
+
+    Raises:
+        ValueError: there is one of this name; or the activation of 0 is not 0, which padding is made of.
+    """
+    op = "register_activation"
+    if name in ACTIVATIONS:
+        fail(op, "each activation has its own name", got=repr(name))
+    activation = Activation(function, gate, dict(defaults or {}))
+    at_zero = activation_ref(torch.zeros(2), activation, tuple(activation.defaults.values()))
+    if at_zero.any():
+        fail(op, "the activation of 0 must be 0", got=at_zero[0].item())
+    ACTIVATIONS[name] = activation
+
+
 def find_activation(op: str, name: str) -> Activation:
     """The table's entry.
 
@@ -105,18 +129,16 @@ def complete_params(op: str, name: str, params: Mapping[str, float] | None) -> d
     return {key: float(given.get(key, default)) for key, default in defaults.items()}
 
 
-def activation_ref(x: Tensor, name: str, params: Params) -> Tensor:
+def activation_ref(x: Tensor, activation: Activation, params: Params) -> Tensor:
     """The activation in torch, in the dtype of `x`: `[..., K]`, gated `[..., 2 K]`, to `[..., K]`."""
-    activation = ACTIVATIONS[name]
     if activation.gate is None:
         return activation.function.ref(x, params)[0]
     a, b = x.chunk(2, dim=-1)
     return activation.function.ref(a, params)[0] * activation.gate.ref(b, params)[0]
 
 
-def activation_gradient_ref(dy: Tensor, x: Tensor, name: str, params: Params) -> Tensor:
+def activation_gradient_ref(dy: Tensor, x: Tensor, activation: Activation, params: Params) -> Tensor:
     """The gradient of `x` in torch, in the dtype of `x`."""
-    activation = ACTIVATIONS[name]
     if activation.gate is None:
         return dy * activation.function.ref(x, params)[1]
     a, b = x.chunk(2, dim=-1)

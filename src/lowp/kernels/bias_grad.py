@@ -51,8 +51,8 @@ def bias_grad(dy_MN: Tensor | Source, dtype: torch.dtype | None = None) -> Tenso
 
 
 def bias_grad_ref(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum in fp32, in torch's order."""
-    return dy_MN.sum(0, dtype=torch.float32).to(dtype)
+    """Sum in fp32, in torch's order for row-major matrices."""
+    return dy_MN.contiguous().sum(0, dtype=torch.float32).to(dtype)
 
 
 @jit

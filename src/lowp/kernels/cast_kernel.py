@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowp.kernels._triton import cdiv, jit, launch, tl
@@ -102,9 +103,10 @@ ROW_ONLY = Config(block_m=8, block_k=512, num_warps=4)
 TRANSPOSING = Config(block_m=GROUP, block_k=128, num_warps=4, maxnreg=96)
 TRANSPOSING_SCATTERED = TRANSPOSING._replace(maxnreg=None)  # where loads can't be wide, 96 registers don't suffice
 COMPUTED = Config(block_m=GROUP, block_k=128, num_warps=8)
+COMPUTED_NARROW = Config(block_m=GROUP, block_k=64, num_warps=4)
 # With sums, as many threads as columns: one exchange between them, and no copies.
 COMPUTED_SUMMING = Config(block_m=GROUP, block_k=128, num_warps=4)
-COMPUTED_SUMMING_HALVES = Config(block_m=GROUP, block_k=64, num_warps=2)
+COMPUTED_SUMMING_NARROW = Config(block_m=GROUP, block_k=64, num_warps=2)
 BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
 
@@ -113,11 +115,17 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
-        if not summing:
-            return COMPUTED
-        return COMPUTED_SUMMING if source.halves == 1 else COMPUTED_SUMMING_HALVES
+        wide = any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors)
+        return computed_config(source.halves, wide=wide, summing=summing)
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
+
+
+def computed_config(halves: int, *, wide: bool, summing: bool) -> Config:
+    """The tiles of values that are worked out; wide: from fp32, of which half as much fits the registers."""
+    if not summing:
+        return COMPUTED_NARROW if wide else COMPUTED
+    return COMPUTED_SUMMING_NARROW if wide or halves > 1 else COMPUTED_SUMMING
 
 
 def cast_launch(

@@ -16,6 +16,7 @@ Source: Ba et al., Layer Normalization (2016); Zhang and Sennrich, Root Mean Squ
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -190,9 +191,10 @@ _RESIDENT = 132 * 16384
 """Elements on which an H200 works at a time."""
 
 
-def config_for(x_MK: Tensor, *, centered: bool, amax: bool) -> Config | LongConfig:
-    """The launch parameters for a matrix."""
-    block_k = power_of_2(x_MK.shape[1])
+@lru_cache
+def config_for(K: int, itemsize: int, *, centered: bool, amax: bool) -> Config | LongConfig:
+    """The launch parameters for rows of K features of so many bytes."""
+    block_k = power_of_2(K)
     if block_k > LONGEST:
         return LONG._replace(programs=PARTIALS if amax else 0)
     block_m = min(max(TILE // block_k, 1), ROWS)
@@ -201,7 +203,7 @@ def config_for(x_MK: Tensor, *, centered: bool, amax: bool) -> Config | LongConf
         return Config(block_m, num_warps=max(tile // 1024, 1))
     programs = min(_RESIDENT // tile, PARTIALS)
     if tile == LONGEST:
-        return Config(block_m, 32, programs, prefetch=x_MK.element_size() == 2)
+        return Config(block_m, 32, programs, prefetch=itemsize == 2)
     return Config(block_m, max(tile // 1024, 1), programs, keep=not centered, prefetch=True)
 
 
@@ -219,7 +221,7 @@ def _norm_forward_launch(
 ) -> Outputs:
     outputs = _norm_forward_allocate(x_MK, weight_K, bias_K, kind, eps, zero_centered, dtype, output, with_amax)
     M, K = x_MK.shape
-    config = config or config_for(x_MK, centered=centered(kind), amax=with_amax)
+    config = config or config_for(K, x_MK.element_size(), centered=centered(kind), amax=with_amax)
     x_MK = rows_in_order(x_MK)
     parameters = [None if vector is None else vector.contiguous() for vector in (weight_K, bias_K)]
     rows = cdiv(M, config.block_m) if isinstance(config, Config) else M
@@ -227,14 +229,17 @@ def _norm_forward_launch(
         norm_kernel if isinstance(config, Config) else norm_long_kernel,
         max(min(rows, config.programs or rows), 1),
         (x_MK, *parameters, *outputs, M, K, x_MK.stride(0), share_of_row(kind, K), float(eps)),
-        _constants(config, x_MK, zero_centered, dtype),
+        _constants(config, K, x_MK.element_size(), zero_centered, dtype),
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
     return outputs
 
 
-def _constants(config: Config | LongConfig, x_MK: Tensor, zero_centered: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+@lru_cache
+def _constants(
+    config: Config | LongConfig, K: int, itemsize: int, zero_centered: bool, dtype: torch.dtype
+) -> tuple[Any, ...]:
     """The constants of the kernel that the configuration is for."""
     info = torch.finfo(dtype)
     # The least magnitude that becomes Inf when it is rounded: halfway to the value after the largest.
@@ -242,9 +247,8 @@ def _constants(config: Config | LongConfig, x_MK: Tensor, zero_centered: bool, d
     rounding = (zero_centered, TRITON_DTYPES[dtype], overflow)
     if isinstance(config, LongConfig):
         return *rounding, config.block_k
-    K = x_MK.shape[1]
     block_k = power_of_2(K)
-    levels = 0 if K % _VECTOR or not K else {2: 3, 4: 2}[x_MK.element_size()]  # neighbours that a thread loads at once
+    levels = 0 if K % _VECTOR or not K else {2: 3, 4: 2}[itemsize]  # neighbours that a thread loads at once
     return *rounding, config.block_m, block_k, K == block_k, levels, config.keep, config.prefetch
 
 

@@ -14,6 +14,7 @@ Source: derived from the formulas of lowp.kernels.norm.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from lowp.kernels.normalized import normalize_ref
 from lowp.registration import register
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Sums = tuple[Tensor | None, Tensor | None]
 
 
 def norm_backward(
@@ -176,6 +178,7 @@ _COLUMNS = 512
 _COLUMN_PROGRAMS = 528
 
 
+@lru_cache
 def plan_for(K: int, *, grad_input: bool, sums: int) -> Plan:
     """The launches for dx, if it is wanted, and `sums` sums over M of rows of K features."""
     block_k = power_of_2(K)
@@ -187,7 +190,7 @@ def plan_for(K: int, *, grad_input: bool, sums: int) -> Plan:
     tile = block_m * block_k
     config = Config(block_m, block_k, num_warps=max(tile // 512, 1))
     if sums and together:
-        config = config._replace(programs=264 if tile <= TILE else 132, keep=True, stages=2)
+        config = config._replace(programs=264 if tile <= TILE else 132, keep=True, stages=3)
     return Plan(config, columns)
 
 
@@ -219,40 +222,49 @@ def _norm_backward_launch(
     strides = (dy_MK.stride(0), x_MK.stride(0), 0 if residual_MK is None else residual_MK.stride(0))
     vectors = [None if vector is None else vector.contiguous() for vector in (mean_M, rstd_M, weight_K)]
     inputs = (dy_MK, x_MK, *vectors, residual_MK)
-    share = share_of_row(kind, K)
+    scalars = (M, K, *strides, share_of_row(kind, K))
     dx_MK = x_MK.new_empty(M, K) if grad_input else None
-    partials: list[Tensor | None] = [None, None]
-
+    sums: Sums = (None, None)
     if isinstance(rows, LongConfig):
-        args = (*inputs, dx_MK, K, *strides, share)
-        constants = _constants(rows, K, zero_centered)
+        args, constants = (*inputs, dx_MK, *scalars[1:]), (zero_centered, rows.block_k)
         launch(norm_grad_long_kernel, M, args, constants, num_warps=rows.num_warps, enable_fp_fusion=False)
-    for config, out in ((rows, dx_MK), (columns, None)):
-        if not isinstance(config, Config):
-            continue
-        blocks = cdiv(M, config.block_m)
-        programs = min(blocks, config.programs or blocks)
-        if config is columns or columns is None:
-            partials = [None if dtype is None else _partial(x_MK, programs) for dtype in dtypes]
-        args = (*inputs, out, *partials, M, K, *strides, share)
-        grid, constants = (programs, cdiv(K, config.block_k)), _constants(config, K, zero_centered)
-        launch(norm_grad_kernel, grid, args, constants, num_warps=config.num_warps, enable_fp_fusion=False)
-    dweight_K, dbias_K = (
-        None if dtype is None or partial is None else total_launch(partial, dtype)
-        for partial, dtype in zip(partials, dtypes, strict=True)
+    elif rows is not None:
+        sums = _launch(inputs, dx_MK, dtypes if columns is None else (None, None), scalars, zero_centered, rows)
+    if columns is not None:
+        sums = _launch(inputs, None, dtypes, scalars, zero_centered, columns)
+    return dx_MK, *sums
+
+
+def _launch(
+    inputs: tuple[Any, ...],
+    dx_MK: Tensor | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    scalars: tuple[Any, ...],
+    zero_centered: bool,
+    config: Config,
+) -> Sums:
+    """Work out dx, if it is there, and the sums over M that have a dtype."""
+    M, K, *_ = scalars
+    blocks = cdiv(M, config.block_m)
+    programs = min(blocks, config.programs or blocks)
+    empty = inputs[1].new_empty
+    partials: list[Any] = [None if dtype is None else empty(programs, K, dtype=torch.float32) for dtype in dtypes]
+    launch(
+        norm_grad_kernel,
+        (programs, cdiv(K, config.block_k)),
+        (*inputs, dx_MK, *partials, *scalars),
+        _constants(config, K, zero_centered),
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
     )
-    return dx_MK, dweight_K, dbias_K
+    dweight_K, dbias_K = (
+        None if dtype is None else total_launch(partial, dtype) for partial, dtype in zip(partials, dtypes, strict=True)
+    )
+    return dweight_K, dbias_K
 
 
-def _constants(config: Config | LongConfig, K: int, zero_centered: bool) -> tuple[Any, ...]:
-    """The constants of the kernel that the configuration is for."""
-    if isinstance(config, LongConfig):
-        return zero_centered, config.block_k
+def _constants(config: Config, K: int, zero_centered: bool) -> tuple[Any, ...]:
     return zero_centered, config.block_m, config.block_k, K % config.block_k == 0, config.keep, config.stages
-
-
-def _partial(x_MK: Tensor, programs: int) -> Tensor:
-    return x_MK.new_empty(programs, x_MK.shape[1], dtype=torch.float32)
 
 
 def _norm_backward_allocate(

@@ -28,9 +28,9 @@ class Kernel(NamedTuple):
 
     Attributes:
         load: `@jit` function `(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS) -> (tile, ...)`: the values of
-            rows `m [BLOCK_M, 1]` and columns `k [1, BLOCK_K]`, both int64, as `DTYPE`, and 0 where `m >= M` or
-            `k >= K`; where the source has two halves, K is the width of one, and there are two tiles, the second of
-            columns `k + K`.
+            rows `m [BLOCK_M, 1]` and columns `k [1, BLOCK_K]`, both int64, rounded to `DTYPE` (tiles of it, or of
+            fp32), and 0 where `m >= M` or `k >= K`; where the source has two halves, K is the width of one, and there
+            are two tiles, the second of columns `k + K`.
         operands: tensors, their strides and other integers, or None.
         function: `@jit` function that `load` is given as `FUNCTION`, or None.
         gate: likewise, as `GATE`.
@@ -115,6 +115,16 @@ class Source(NamedTuple):
         return self.spec.shape(self.tensors)
 
     @property
+    def rows(self) -> int:
+        """M."""
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.shape[1]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
         return self.spec.dtype
@@ -167,7 +177,12 @@ def widened(x):
     """
     if x.dtype == tl.bfloat16:
         y = tl.inline_asm_elementwise(
-            "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;}", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;}",
+            "=&r,=&r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
         )
     elif x.dtype == tl.float16:
         y = tl.inline_asm_elementwise(

@@ -115,8 +115,6 @@ class FusibleOperation(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "replays" not in vars(cls) and _overrides(cls):
-            cls.replays = False
         cls.registered = {**cls.registered, **register_direction(cls, "forward"), **register_direction(cls, "backward")}
 
     @classmethod
@@ -229,9 +227,3 @@ def computes_as(cls: type, kind: type) -> bool:
             if isinstance(value, _METHODS) and hasattr(kind, name) and name not in _HARMLESS:
                 return False
     return False
-
-
-def _overrides(cls: type) -> bool:
-    """Whether a class replaces anything that runs in a pass."""
-    own = {name for name, value in vars(cls).items() if callable(value) or isinstance(value, (classmethod, property))}
-    return any(name not in _HARMLESS and hasattr(base, name) for name in own for base in cls.__bases__)

@@ -113,7 +113,7 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
         for outputs in extra:
             for tensor in outputs:
                 if tensor is None and op.extra_output_is_input:
-                    extra_outputs.append(input_ if fresh else input_.clone())
+                    extra_outputs.append(_as_output(input_) if fresh else input_.clone())
                     fresh = False
                 else:
                     extra_outputs.append(tensor)
@@ -128,6 +128,14 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
     elif steps[-1].op.is_view:  # a Function's output that is a view can't be changed in place
         input_ = torch.ops.aten._unsafe_view.default(input_, list(input_.shape))
     return input_, extra_outputs, ctxs
+
+
+def _as_output(x: Tensor) -> Tensor:
+    """What an operation made, as an extra output: a view in traced code, where it may be a saved tensor as well.
+
+    torch 2.11 loses the gradient of a traced Function's output that the Function also saves. Remove with torch 2.11.
+    """
+    return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def _contexts(call: Call, parameters: list[tuple[Tensor, ...]]) -> list[OperationContext]:

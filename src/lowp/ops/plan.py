@@ -56,6 +56,11 @@ class Window(NamedTuple):
     extra_dtypes: tuple[tuple[torch.dtype, ...], ...]
 
 
+def _always(_: Window) -> str | None:
+    """Rules without a condition apply wherever their pattern occurs."""
+    return None
+
+
 @dataclass(frozen=True)
 class FusionRule:
     """Run `fused` instead of the basic operations that it stands for.
@@ -68,7 +73,7 @@ class FusionRule:
 
     direction: Direction
     fused: type[FusedOperation]
-    condition: Callable[[Window], str | None] = lambda window: None
+    condition: Callable[[Window], str | None] = _always
 
 
 _RULES: list[FusionRule] = []

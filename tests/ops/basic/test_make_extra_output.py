@@ -38,8 +38,7 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["none", "hybrid"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "recipe"), [("eager", "none"), ("eager", "hybrid"), ("operation", "hybrid")])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_outputs_share_no_memory(pipeline, call, recipe, device):
     module = ops.Sequential(*PIPELINES[pipeline](device), recipe=oracle.RECIPES[recipe])

@@ -200,8 +200,10 @@ MAIN_GRAD = [
 ]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(("pattern", "call", "recipe"), MAIN_GRAD)
+@pytest.mark.parametrize(
+    ("pattern", "call", "recipe", "overwrite"),
+    [(*case, overwrite) for case in MAIN_GRAD for overwrite in (False, True) if case[1] == "eager" or not overwrite],
+)
 def test_main_grad(pattern, call, recipe, overwrite, device):
     case = Case(pattern, device, recipe=recipe, accumulate_into_main_grad=True)
     (weight,) = [p for p in case.module.parameters() if p.ndim == 2]

@@ -9,8 +9,7 @@ Shape legend: M = rows, all leading axes together; K = features, the normalized 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,61 +20,12 @@ from lowp.formats import HIGH_PRECISION
 from lowp.kernels.norm import norm_forward
 from lowp.kernels.norm_grad import norm_backward
 from lowp.kernels.normalized import Normalized
-from lowp.kernels.sources import Source, SourceSpec
+from lowp.kernels.sources import Source
 from lowp.ops.basic_op import BasicOperation, check_high_precision
-from lowp.ops.handover import Handover, copies, hand_over, wants_quantized
+from lowp.ops.handover import copies, hand_over, wants_quantized
+from lowp.ops.normalization_args import NormalizationBackwardArgs, NormalizationForwardArgs
 from lowp.ops.op import BackwardContext, Direction, OperationContext
 from lowp.quantization import QuantizeRequest, as_matrix, measures_amax
-
-
-@dataclass(kw_only=True)
-class NormalizationForwardArgs(Handover):
-    """What the forward pass reads.
-
-    Attributes:
-        input: `[..., *normalized_shape]`.
-        weight, bias: `normalized_shape`.
-        axes: how many are normalized.
-        kind: "layer", "rms" or "l2".
-        eps: added under the root.
-        spec: of the normalized values.
-    """
-
-    input: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    axes: int
-    kind: str
-    eps: float
-    spec: SourceSpec
-
-
-@dataclass
-class NormalizationBackwardArgs:
-    """What the backward pass reads.
-
-    Attributes:
-        grad_output: as the output; None: only an extra output before the operation was used.
-        input, weight, axes, kind: as in forward.
-        mean, rstd: `[M]`, the statistics of forward.
-        residual: as the input, added to its gradient.
-        zero_centered: whether the weight is stored as its difference from 1.
-        input_requires_grad, weight_requires_grad: whether these gradients are worked out.
-        bias_dtype: of the bias's gradient; None: it isn't worked out.
-    """
-
-    grad_output: Tensor | None
-    input: Tensor
-    weight: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor
-    residual: Tensor | None
-    axes: int
-    kind: str
-    zero_centered: bool
-    input_requires_grad: bool
-    weight_requires_grad: bool
-    bias_dtype: torch.dtype | None
 
 
 class Normalization(BasicOperation):
@@ -171,6 +121,13 @@ class Normalization(BasicOperation):
     def axes(self) -> int:
         """How many axes are normalized."""
         return 1 if self.normalized_shape is None else len(self.normalized_shape)
+
+    def _fits(self, shape: Sequence[int]) -> bool:
+        """Whether an input of this shape has the normalized axes."""
+        if self.normalized_shape is None or len(shape) < self.axes:
+            return self.normalized_shape is None and len(shape) > 0
+        pairs = zip(shape[-self.axes :], self.normalized_shape, strict=True)  # sizes may be symbolic
+        return not [None for size, expected in pairs if size != expected]
 
     def hands_over(
         self, basic_op_ctxs: list[OperationContext], direction: Direction, request: QuantizeRequest | None

@@ -54,7 +54,12 @@ class BackwardBiasActivation(FusedOperation):
         quantizer, row, column = copies(bias_ctx.bias_request, bias.size)
         args = activation.pack_activation_grad(ctx, grad_output, quantizer, row, column)
         return BiasActivationBackwardArgs(
-            **vars(args),
+            grad_output=args.grad_output,  # field by field: torch 2.11 doesn't trace `**vars(args)`
+            input=args.input,
+            spec=args.spec,
+            quantizer=args.quantizer,
+            row=args.row,
+            column=args.column,
             bias_dtype=bias_ctx.bias_dtype if bias_ctx.parameters_require_grad[0] else None,
             input_requires_grad=bias_ctx.input_requires_grad,
         )

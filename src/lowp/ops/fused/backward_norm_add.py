@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lowp.ops.basic.make_extra_output import MakeExtraOutput
-from lowp.ops.basic.normalization import Normalization, NormalizationBackwardArgs
+from lowp.ops.basic.normalization import Normalization
+from lowp.ops.normalization_args import NormalizationBackwardArgs
 from lowp.ops.op import BackwardContext
 from lowp.ops.plan import FusedOperation, FusionRule, register_fusion
 
