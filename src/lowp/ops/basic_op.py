@@ -88,18 +88,17 @@ class BasicOperation(PartialGradients, FusibleOperation):
     def parameter(self, name: str) -> Tensor:
         """A parameter, looked up now; out of pieces, as their concatenation."""
         names = self._names.get(name)
-        if names is not None and len(names) > 1:
-            return torch.cat([*self.pieces(name)])
-        return self._look_up(name if names is None else names[0])
+        if names is None:
+            return _look_up(self, name)
+        assert self._owner is not None
+        if len(names) == 1:
+            return _look_up(self._owner[0], names[0])
+        return torch.cat([_look_up(self._owner[0], owner_name) for owner_name in names])
 
     def pieces(self, name: str) -> list[Tensor]:
         """The pieces that a parameter is registered as, mostly one."""
-        return [self._look_up(owner_name) for owner_name in self.owner_names(name)]
-
-    def _look_up(self, name: str) -> Tensor:
-        owner = self if self._owner is None else self._owner[0]
-        found = owner._parameters.get(name)  # costs the host less than getattr, which a parametrized one takes
-        return getattr(owner, name) if found is None else found
+        owner = self if name not in self._names or self._owner is None else self._owner[0]
+        return [_look_up(owner, owner_name) for owner_name in self.owner_names(name)]
 
     def owner_names(self, name: str) -> tuple[str, ...]:
         """The names of a parameter, or of its pieces, where it is registered."""
@@ -132,6 +131,11 @@ class BasicOperation(PartialGradients, FusibleOperation):
     def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone, as a pipeline of one."""
         return self._alone(input_, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+
+def _look_up(owner: nn.Module, name: str) -> Tensor:
+    found = owner._parameters.get(name)  # costs the host less than getattr, which a parametrized one takes
+    return getattr(owner, name) if found is None else found
 
 
 class ViewOperation(BasicOperation):
