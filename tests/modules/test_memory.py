@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import lowp
-from tests.modules.cases import CASES, K, batch, build, call_of
+from tests.modules.cases import CASES, FFN, K, batch, build, call_of
 from tests.ops import oracle
 from tests.ops.graphs import CountOps, saved_tensors
 
 DTYPE = torch.bfloat16
-FP8 = torch.float8_e4m3fn
 M = 30
-STATISTICS = 1
 
 
 def kept(module, x, call="eager"):
@@ -57,6 +55,72 @@ def test_linear(frozen, recipe, call, device):
     if frozen == "weight":
         expected = {"weight": 1}
     assert kept(module, x, call) == expected
+
+
+def column(features):
+    """A transposed E4M3 copy of `[M, features]`, whose rows are padded to 32 tokens."""
+    return ("float8_e4m3fn", features, 32)
+
+
+NORM_LINEAR = {
+    "none": {("bfloat16", M, K): 1},
+    "hybrid": {column(K): 1},
+    "high_precision": {("bfloat16", M, K): 1},
+    "dequantized": {("float8_e4m3fn", M, K): 1},
+}
+"""What is kept of the norm's output. Besides, the norm keeps its input and its weight, a linear layer its weight."""
+
+MLP = {
+    "none": {("bfloat16", M, FFN): 1},
+    "hybrid": {column(FFN): 1},
+    "high_precision": {("bfloat16", M, FFN): 1},
+    "dequantized": {("float8_e4m3fn", M, FFN): 1},
+}
+"""What is kept of the activated values. Besides, the activation keeps its input."""
+
+
+def summed(*parts):
+    return dict(sum((Counter(part) for part in parts), Counter()))
+
+
+@pytest.mark.parametrize("call", ["eager", "aot_eager"])
+@pytest.mark.parametrize("recipe", NORM_LINEAR)
+@pytest.mark.parametrize("name", ["norm_linear", "rms_linear"])
+def test_layernorm_linear(name, recipe, call, device):
+    module = build(name, device, recipe=oracle.RECIPES[recipe])
+    expected = summed({"input": 1, "layer_norm_weight": 1, "weight": 1}, NORM_LINEAR[recipe])
+    assert kept(module, batch(M, device=device), call) == expected
+
+
+@pytest.mark.parametrize("call", ["eager", "aot_eager"])
+@pytest.mark.parametrize("recipe", MLP)
+@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
+def test_layernorm_mlp(name, recipe, call, device):
+    module = build(name, device, recipe=oracle.RECIPES[recipe])
+    activation_input = {("bfloat16", M, FFN if name == "mlp" else 2 * FFN): 1}
+    parameters = {"input": 1, "layer_norm_weight": 1, "fc1_weight": 1, "fc2_weight": 1}
+    expected = summed(parameters, NORM_LINEAR[recipe], activation_input, MLP[recipe])
+    assert kept(module, batch(M, device=device), call) == expected
+
+
+@pytest.mark.parametrize("call", ["eager", "aot_eager"])
+def test_frozen_weights_of_an_mlp(call, device):
+    """No operand of theirs is kept."""
+    module = build("mlp", device, recipe=oracle.HYBRID)
+    module.fc1_weight.requires_grad_(False)
+    module.fc2_weight.requires_grad_(False)
+    expected = {"input": 1, "layer_norm_weight": 1, "fc1_weight": 1, "fc2_weight": 1, ("bfloat16", M, FFN): 1}
+    assert kept(module, batch(M, device=device), call) == expected
+
+
+@pytest.mark.parametrize("call", ["eager", "aot_eager"])
+def test_a_frozen_norm_under_an_input_without_gradient(call, device):
+    """Nothing is kept for gradients that end before it."""
+    module = build("mlp", device, recipe=oracle.HYBRID)
+    module.layer_norm_weight.requires_grad_(False)
+    module.layer_norm_bias.requires_grad_(False)
+    expected = {column(K): 1, ("bfloat16", M, FFN): 1, column(FFN): 1, "fc2_weight": 1}
+    assert kept(module, batch(M, device=device, requires_grad=False), call) == expected
 
 
 def test_a_frozen_layer_keeps_nothing(device):
