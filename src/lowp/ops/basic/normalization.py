@@ -108,15 +108,6 @@ class Normalization(BasicOperation):
         """torch.autocast's dtype where it is on, else the input's."""
         return autocast_dtype or input_dtype
 
-    def _fits(self, shape: torch.Size) -> bool:
-        """Whether an input of this shape has the axes that are normalized; sizes are compared as traced code can."""
-        sizes = self.normalized_shape
-        if sizes is None:
-            return len(shape) > 0
-        return len(shape) >= len(sizes) and all(
-            size == found for size, found in zip(sizes, shape[-len(sizes) :], strict=True)
-        )
-
     @property
     def axes(self) -> int:
         """How many axes are normalized."""
