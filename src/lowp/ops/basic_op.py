@@ -113,6 +113,15 @@ class BasicOperation(PartialGradients, FusibleOperation):
         """The parameters, in the order of `parameter_names`; None where there is none."""
         return [self.parameter(name) for name in self.parameter_names]
 
+    def prepare_parameters(self, require_grad: tuple[bool, ...]) -> None:
+        """Set attributes of parameters before a forward that a backward will follow.
+
+        Here alone: inside of the pipeline's autograd.Function, traced code that sets them can't save views.
+
+        Args:
+            require_grad: whether each parameter's gradient is wanted.
+        """
+
     def bypassed(self, recipe: Recipe | None) -> bool:
         """Whether the operation does nothing under this recipe: it is left out of the plan."""
         return False

@@ -195,6 +195,9 @@ class OperationFuser:
 
     def apply(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run a prepared call on input, parameters and extra inputs, with autograd where gradients are wanted."""
+        if call.requires_grad[-1]:
+            for op, require_grad in zip(self.basic_ops, call.parameters_require_grad, strict=True):
+                op.prepare_parameters(require_grad)
         if call.requires_grad[-1] or (not torch.compiler.is_compiling() and forward_ad_is_active()):
             return Pipeline.apply(tensors[0], call, *tensors[1:])
         (output, extra_outputs, _), *_ = forward(call, tensors[0], tensors[1:])

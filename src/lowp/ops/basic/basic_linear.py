@@ -238,9 +238,15 @@ class BasicLinear(LinearWeight):
         ctx.main_grad = ctx.ticket = None
         if wgrad and self.wgrad_store is not None:
             ctx.ticket = self.wgrad_store.ticket
-        if wgrad and self.accumulate_into_main_grad:
-            main_grad = self._main_grad()
-            ctx.main_grad = main_grad if self.wgrad_store is None else None
+        elif wgrad and self.accumulate_into_main_grad:
+            ctx.main_grad = self._main_grad()
+
+    def prepare_parameters(self, require_grad: tuple[bool, ...]) -> None:
+        """Tell who reduces gradients that the weight's is not in `grad`; `main_grad` must be there."""
+        if require_grad[0] and self.accumulate_into_main_grad:
+            self._main_grad()
+            weight: Any = self.parameter("weight")
+            weight.grad_added_to_main_grad = True
 
     def _main_grad(self) -> Tensor:
         weight: Any = self.parameter("weight")
@@ -252,7 +258,6 @@ class BasicLinear(LinearWeight):
                 got=None if main_grad is None else tuple(main_grad.shape),
                 hint="Set it before the first forward.",
             )
-        weight.grad_added_to_main_grad = True
         return main_grad
 
     def pack_backward_args(
