@@ -160,10 +160,9 @@ class Gemms(TorchDispatchMode):
         self.fast: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.lowp.scaled_gemm.default:
-            self.fast.append(args[6])
-        if func is torch.ops.lowp.scaled_gemm_into.default:
-            self.fast.append(args[5])
+        if func in (torch.ops.lowp.scaled_gemm.default, torch.ops.lowp.scaled_gemm_into.default):
+            names = [argument.name for argument in func._schema.arguments]
+            self.fast.append(dict(zip(names, args, strict=False))["fast"])
         return func(*args, **(kwargs or {}))
 
 

@@ -38,12 +38,6 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
-@torch.compiler.assume_constant_result
-def traced_in_backward() -> bool:
-    """`backward_is_running()` for traced code, as it is while the code is traced."""
-    return backward_is_running()
-
-
 def forward_ad_is_active() -> bool:
     """Whether a level of forward-mode differentiation is entered; False where torch can't tell."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0

@@ -60,8 +60,8 @@ def build(kind: str, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     module = KINDS[kind](device=device(), **options)
     with torch.no_grad():
-        for parameter in module.parameters():
-            if "norm" in kind and parameter.ndim == 1 and parameter.shape == (K,):
+        for name, parameter in module.named_parameters():
+            if name.startswith("layer_norm"):
                 parameter.add_(torch.linspace(-0.3, 0.3, K, device=device()))
     return module
 

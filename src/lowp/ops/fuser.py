@@ -16,7 +16,7 @@ from lowp.ops.registered import split_groups
 from lowp.ops.replay import Replays
 from lowp.quantization import autocast_is_entered, autocast_was_entered, current_recipe
 from lowp.recipe import Recipe
-from lowp.torch_compat import backward_is_running, forward_ad_is_active, traced_in_backward
+from lowp.torch_compat import backward_is_running, forward_ad_is_active
 
 if TYPE_CHECKING:
     from lowp.ops.basic_op import BasicOperation
@@ -83,6 +83,8 @@ class OperationFuser:
         if recipe is not None:
             return recipe
         if torch.compiler.is_compiling():
+            from lowp.ops.island import traced_in_backward
+
             if traced_in_backward() and not autocast_is_entered() and autocast_was_entered():
                 raise _no_recipe("compiled", "in that call or around it")
             return current_recipe()
