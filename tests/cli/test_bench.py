@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import lowp
 from lowp.cli.bench import variants
-from lowp.cli.bench.cases import KERNELS, QUICK_KERNELS, QUICK_MODULES
+from lowp.cli.bench.cases import QUICK_MODULES
 from lowp.cli.bench.check import errors, results
 from lowp.cli.bench.command import failures
+from lowp.cli.bench.kernel_cases import KERNELS, QUICK_KERNELS
 from lowp.cli.bench.measure import Effort, interleave
 from lowp.cli.bench.variants import BASELINE, HOST_BASELINE
 from lowp.cli.main import app
@@ -78,20 +78,15 @@ def test_only_our_own_failures_count():
     assert failures([{"shape": [1], "rows": [{"kernel": "amax", "error": "is off"}]}]) == ["[1]: amax: is off"]
 
 
-@pytest.fixture
-def linear():
-    torch.manual_seed(0)
-    module = nn.Linear(48, 64)
-    return module, torch.randn(32, 48), torch.randn(32, 64)
-
-
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=str)
-def test_right_results_pass_and_wrong_ones_do_not(linear, recipe):
-    module, x, dy = linear
-    expected = results(module, module, x, dy)
-    ours = CASE.lowp()
+@pytest.mark.parametrize("case", QUICK_MODULES[:-1], ids=lambda case: case.name)
+def test_right_results_pass_and_wrong_ones_do_not(case, recipe):
+    torch.manual_seed(0)
+    reference, ours = case.reference(), case.lowp()
+    x, dy = torch.randn(32, case.layers[0].k), torch.randn(32, case.layers[-1].n)
+    expected = results(reference, reference, x, dy)
     with torch.no_grad():
-        for own, other in zip(ours.parameters(), module.parameters(), strict=True):
+        for own, other in zip(ours.parameters(), reference.parameters(), strict=True):
             own.copy_(other)
 
     def run(value):
@@ -99,12 +94,12 @@ def test_right_results_pass_and_wrong_ones_do_not(linear, recipe):
             return ours(value)
 
     actual = results(ours, run, x, dy)
-    assert errors(actual, expected, CASE, recipe)[1] == ""
+    assert errors(actual, expected, case, recipe)[1] == ""
     for name, value in actual.items():
-        wrong = errors({**actual, name: value * 1.2}, expected, CASE, recipe)[1]
+        wrong = errors({**actual, name: value * 1.2}, expected, case, recipe)[1]
         assert wrong.startswith(f"{name} is off")
-    assert errors({**actual, "output": actual["output"] * float("nan")}, expected, CASE, recipe)[1]
-    assert "input is missing" in errors({"output": actual["output"]}, expected, CASE, recipe)[1]
+    assert errors({**actual, "output": actual["output"] * float("nan")}, expected, case, recipe)[1]
+    assert "input is missing" in errors({"output": actual["output"]}, expected, case, recipe)[1]
 
 
 @pytest.mark.parametrize("case", QUICK_KERNELS, ids=lambda case: case.name)

@@ -16,10 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.cli.bench.cases import ModuleCase, relative_error
+from lowp.cli.bench.cases import ModuleCase
 from lowp.recipe import Recipe, Role
 
 _BF16_EPS = torch.finfo(torch.bfloat16).eps
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """`|actual - expected| / |expected|` in the L2 norm, in fp32."""
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 def results(module: nn.Module, function: Callable[[Tensor], Any], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -39,17 +44,19 @@ def bound(name: str, expected: Tensor, case: ModuleCase, recipe: Recipe | None) 
 
     Args:
         name: of the result, as `results` gives it.
-        expected: the result in fp32; a vector is the gradient of a bias or norm weight, which is not quantized.
+        expected: the result in fp32; the gradient of the one layer's bias is of values that are not quantized.
         case: errors of one linear layer pass through the next, so the bound grows with their number.
         recipe: None: bf16.
     """
     roles: dict[str, tuple[Role, Role]] = {"output": ("input", "weight"), "input": ("grad_output", "weight")}
+    if case.norm:
+        roles["parameter 0"] = roles["input"]
     operands = roles.get(name, ("grad_output", "input"))
-    unquantized = recipe is None or (expected.ndim == 1 and len(case.linears) == 1)
-    if unquantized:
-        return _BF16_EPS * len(case.linears)
-    eps = [recipe.quantizer(role).fmt.eps for role in operands]  # type: ignore[union-attr]
-    return (math.hypot(*eps) / math.sqrt(12) + _BF16_EPS) * len(case.linears)
+    a_bias_alone = expected.ndim == 1 and len(case.layers) == 1 and name not in roles
+    if recipe is None or a_bias_alone:
+        return _BF16_EPS * len(case.layers)
+    eps = [recipe.quantizer(role).fmt.eps for role in operands]
+    return (math.hypot(*eps) / math.sqrt(12) + _BF16_EPS) * len(case.layers)
 
 
 def errors(

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lowp.cli.bench.cases import KERNELS, MODULES, QUICK_KERNELS, QUICK_MODULES
+from lowp.cli.bench.cases import MODULES, QUICK_MODULES
+from lowp.cli.bench.kernel_cases import KERNELS, QUICK_KERNELS
 from lowp.cli.bench.kernels import run_kernels
 from lowp.cli.bench.measure import DEVICE_EFFORT, HOST_EFFORT, QUICK_EFFORT
 from lowp.cli.bench.modules import Bench, run_module

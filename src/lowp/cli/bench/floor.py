@@ -1,9 +1,10 @@
 """The least time that a case can take on an H200: its GEMMs at the measured ceilings, its bytes at copy speed.
 
-    floor = sum of GEMMs 2 T N K / ceiling + (bytes read and written to quantize operands + other bytes) / copy speed
+    floor = sum of GEMMs 2 T N K / ceiling + (bytes read and written to quantize operands + the norm's) / copy speed
 
-Every high-precision operand is read as often as its recipe must (current scaling: for amax, then for the cast), and
-each FP8 copy, one along either axis, is written once. A ceiling is a range of measurements, so a floor is one too.
+Every high-precision operand, or what it is worked out of, is read as often as its recipe must (current scaling: for
+amax, then for the cast), and each FP8 copy, one along either axis, is written once. A norm's backward reads its input
+and a gradient, and writes one. A ceiling is a range of measurements, so a floor is one too.
 
 Shape legend: T = tokens, N = out features, K = in features.
 Source: docs/bench.md, measured on one H200 with torch 2.11.0+cu130 and CUDA 13.0, random data, 8k-16k tokens.
@@ -46,6 +47,8 @@ _READS: dict[type[Quantizer], int] = {
     Float8CurrentScalingQuantizer: 2,
 }
 """How often a quantizer reads the high-precision operand: once to cast, and once before if its scale needs that."""
+
+_NORM_VALUES = 3  # of its backward: the input and the output's gradient read, the input's written
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,16 @@ def _ceiling(recipe: Recipe, gemm: Gemm) -> Ceiling:
 
 def _moved_bytes(case: ModuleCase, tokens: int, recipe: Recipe) -> int | None:
     """Bytes that quantization and whatever else the case states must read and write."""
-    moved = case.other_elements * tokens * BF16_BYTES
-    for n, k in case.linears:
+    moved = _NORM_VALUES * tokens * case.layers[0].k * BF16_BYTES if case.norm else 0
+    for layer in case.layers:
+        n, k = layer.n, layer.k
         sizes: dict[Role, int] = {"input": tokens * k, "weight": n * k, "grad_output": tokens * n}
+        sources: dict[Role, int | None] = {"input": layer.input_values, "grad_output": layer.grad_values}
         for role, elements in sizes.items():
             reads = _READS.get(type(recipe.quantizer(role)))
             if reads is None:
                 return None
-            moved += elements * (reads * BF16_BYTES + 2 * FP8_BYTES)
+            values = sources.get(role)
+            read = elements if values is None else tokens * values
+            moved += reads * read * BF16_BYTES + 2 * elements * FP8_BYTES
     return moved

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.cli.bench.cases import BF16_BYTES, KernelCase
+from lowp.cli.bench.cases import BF16_BYTES
+from lowp.cli.bench.kernel_cases import KernelCase
 from lowp.cli.bench.measure import Step, device_timer, interleave, without_host_time
 from lowp.cli.bench.modules import Bench
 from lowp.cli.memory import peak_memory

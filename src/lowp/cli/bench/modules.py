@@ -57,8 +57,8 @@ def run_module(case: ModuleCase, tokens: int, bench: Bench, only: str) -> dict[s
     forget_compiled()
     torch.manual_seed(_SEED)
     reference = case.reference().to(bench.device, torch.bfloat16)
-    x = torch.randn(tokens, case.linears[0][1], device=bench.device, dtype=torch.bfloat16)
-    dy = torch.randn(tokens, case.linears[-1][0], device=bench.device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, case.layers[0].k, device=bench.device, dtype=torch.bfloat16)
+    dy = torch.randn(tokens, case.layers[-1].n, device=bench.device, dtype=torch.bfloat16)
     exact = copy.deepcopy(reference).float()
     expected = results(exact, exact, x.float(), dy.float())
     del exact

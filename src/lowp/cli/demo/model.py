@@ -1,10 +1,12 @@
-"""The model: a byte-level decoder whose linear layers are all made of lowp's operations.
+"""The model: a byte-level decoder whose linear layers, norms and MLPs are lowp's modules.
 
     h = h + proj(attention(qkv(norm(h))))       h = h + down(gelu(up(norm(h))))       logits = head(norm(h))
 
-Each linear layer is `ops.Sequential(BasicLinear, Bias)`; embedding, norms, attention and rotary positions are torch's.
-Parameters are kept in fp32 (the optimizer's master weights) and linear layers compute in bf16, or in the recipe's
-format: `torch.autocast` sets the first and `lowp.autocast` the second, inside `forward`.
+A norm and the linear layer behind it are one module, and so is an MLP with its norm; embedding, attention and rotary
+positions are torch's. Parameters are kept in fp32 (the optimizer's master weights) and linear layers compute in bf16,
+or in the recipe's format: `torch.autocast` sets the first and `lowp.autocast` the second, inside `forward`.
+
+examples/byte_model_torch.py is the same model in torch.nn alone, and examples/byte_model.diff the difference.
 
 Shape legend: B = sequences, S = bytes of a sequence, D = width, H = heads, E = D / H.
 """
@@ -18,36 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
-from lowp import ops
-from lowp.cli.demo.plan import Size
 from lowp.recipe import Recipe
 
 BYTES = 256
 _ROTARY_BASE = 10_000.0  # RoFormer's
 
 
-def linear(in_features: int, out_features: int) -> ops.Sequential:
-    """A linear layer with bias, made of operations."""
-    return ops.Sequential(ops.BasicLinear(in_features, out_features), ops.Bias(out_features))
-
-
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.attention_norm = nn.RMSNorm(size.width, eps=1e-5)
-        self.qkv = linear(size.width, 3 * size.width)
-        self.proj = linear(size.width, size.width)
-        self.mlp_norm = nn.RMSNorm(size.width, eps=1e-5)
-        self.up = linear(size.width, size.hidden)
-        self.down = linear(size.hidden, size.width)
+        self.heads = heads
+        self.qkv = lowp.LayerNormLinear(width, 3 * width, normalization="RMSNorm")
+        self.proj = lowp.Linear(width, width)
+        self.mlp = lowp.LayerNormMLP(width, hidden, normalization="RMSNorm")
 
     def forward(self, h_BSD: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         """Both residual branches."""
-        h_BSD = h_BSD + self.proj(self._attention(self.qkv(self.attention_norm(h_BSD)), rotate))
-        return h_BSD + self.down(F.gelu(self.up(self.mlp_norm(h_BSD)), approximate="tanh"))
+        h_BSD = h_BSD + self.proj(self._attention(self.qkv(h_BSD), rotate))
+        return h_BSD + self.mlp(h_BSD)
 
     def _attention(self, qkv: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         """Causal attention; in fp32 on a CPU, where bf16 attention is no faster."""
@@ -65,21 +57,26 @@ class ByteModel(nn.Module):
     """A byte-level decoder.
 
     Args:
-        size: its sizes.
-        recipe: of its linear layers; None: bf16.
+        layers: how many blocks.
+        width: D.
+        heads: H, of attention.
+        hidden: features inside an MLP.
+        sequence: S, the longest.
+        recipe: of the linear layers; None: bf16.
     """
 
-    def __init__(self, size: Size, recipe: Recipe | None) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, hidden: int, sequence: int, recipe: Recipe | None = None
+    ) -> None:
         super().__init__()
         self.recipe = recipe
-        self.embedding = nn.Embedding(BYTES, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, eps=1e-5)
-        self.head = linear(size.width, BYTES)
+        self.embedding = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.head = lowp.LayerNormLinear(width, BYTES, normalization="RMSNorm")
         nn.init.normal_(self.embedding.weight, std=0.02)
-        half = size.width // size.heads // 2
+        half = width // heads // 2
         frequency_E = _ROTARY_BASE ** (-torch.arange(half) / half)
-        angle_SE = torch.outer(torch.arange(size.sequence), frequency_E)
+        angle_SE = torch.outer(torch.arange(sequence), frequency_E)
         self.cos_SE: Tensor
         self.sin_SE: Tensor
         self.register_buffer("cos_SE", angle_SE.cos(), persistent=False)
@@ -106,5 +103,5 @@ class ByteModel(nn.Module):
             h_BSD = self.embedding(bytes_BS[:, :-1])
             for block in self.blocks:
                 h_BSD = block(h_BSD, self._rotate)
-            logits = self.head(self.norm(h_BSD))
+            logits = self.head(h_BSD)
         return F.cross_entropy(logits.float().flatten(0, 1), bytes_BS[:, 1:].flatten())

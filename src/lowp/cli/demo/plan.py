@@ -53,6 +53,11 @@ class Size:
     validation_windows: int
     max_steps: int
 
+    @property
+    def model(self) -> dict[str, int]:
+        """The model's arguments."""
+        return {name: getattr(self, name) for name in ("layers", "width", "heads", "hidden", "sequence")}
+
 
 CPU = Size(
     name="cpu",

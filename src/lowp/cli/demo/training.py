@@ -84,7 +84,7 @@ class Trainer:
         self.compile_s = self.step_s = self.peak_mib = math.nan
         self._setting = setting
         self._backend = CountingBackend(setting.backend)
-        self._model = ByteModel(setting.size, recipe).to(setting.device)
+        self._model = ByteModel(**setting.size.model, recipe=recipe).to(setting.device)
         self._compiled: Callable[[Tensor], Tensor] = torch.compile(self._model, backend=self._backend, fullgraph=True)
 
     @property
@@ -123,7 +123,7 @@ class Trainer:
         """
         run = Run(self.name, seed)
         torch.manual_seed(seed)
-        self._model.load_state_dict(ByteModel(self._setting.size, None).state_dict())
+        self._model.load_state_dict(ByteModel(**self._setting.size.model, recipe=None).state_dict())
         self._steps(run, steps, progress)
         run.bits_per_byte = self._validate()
         return run
