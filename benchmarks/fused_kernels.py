@@ -78,7 +78,7 @@ def kernels(case: Case) -> Iterator[Kernel]:
     yield Kernel(
         "amax",
         lambda: amax(source),
-        lambda config: partial(amax_kernel._amax_launch, source.tensors, spec, config),
+        lambda config: partial(amax_kernel.amax_launch, source.tensors, spec, config),
         [amax_kernel.Config(*c) for c in itertools.product((2, 4, 8), (1024,), (4, 8), (1, 3))],
         0,
         lambda result, values: bool(result.max() == amax(values).max()),

@@ -18,6 +18,7 @@ from lowp.errors import require
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels.amax import amax
 from lowp.kernels.cast import cast, cast_bias_grad
+from lowp.kernels.cast_kernel import finds_amax
 from lowp.kernels.dequantize import dequantize_data
 from lowp.kernels.materialize import materialize
 from lowp.kernels.sources import Source
@@ -73,10 +74,15 @@ class _Method(NamedTuple):
     cast: Callable[..., Quantized]
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]]
     takes_sources: bool
+    measures_itself: bool
 
     def values(self, x_MK: Tensor | Source) -> Tensor | Source:
         """What the method takes: a source as it is, or its values."""
         return materialize(x_MK) if isinstance(x_MK, Source) and not self.takes_sources else x_MK
+
+    def statistics(self, x_MK: Tensor | Source, given: Tensor | None) -> Tensor | None:
+        """What the method is given."""
+        return self.measure(x_MK) if given is None and not self.measures_itself else given
 
 
 _METHODS: dict[type[Quantizer], _Method] = {}
@@ -89,6 +95,7 @@ def register_quantizer(
     cast: Callable[..., Quantized],
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]],
     takes_sources: bool = False,
+    measures_itself: bool = False,
 ) -> None:
     """Say how a class of quantizer specs is applied.
 
@@ -101,8 +108,10 @@ def register_quantizer(
         cast_bias_grad: `(x_MK, statistics, spec, row, column, dtype) -> (Quantized, column sums of x_MK [K])`.
         takes_sources: whether `x_MK` may be a source (lowp.kernels.sources), whose values are then never written to
             memory; otherwise the three are given tensors only.
+        measures_itself: whether the other two find out what they need where they are given None for the statistics
+            that `measure` gives; otherwise they always get these.
     """
-    _METHODS[spec] = _Method(measure, cast, cast_bias_grad, takes_sources)
+    _METHODS[spec] = _Method(measure, cast, cast_bias_grad, takes_sources, measures_itself)
 
 
 def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tensor) -> Quantized:
@@ -112,14 +121,14 @@ def _per_tensor(row_data: Tensor | None, column_data: Tensor | None, scale: Tens
 
 
 def _cast_per_tensor(
-    x_MK: Tensor | Source, statistics: Tensor, spec: Float8CurrentScalingQuantizer, row: bool, column: bool
+    x_MK: Tensor | Source, statistics: Tensor | None, spec: Float8CurrentScalingQuantizer, row: bool, column: bool
 ) -> Quantized:
     return _per_tensor(*cast(x_MK, statistics, spec, row=row, column=column))
 
 
 def _cast_bias_grad_per_tensor(
     x_MK: Tensor | Source,
-    statistics: Tensor,
+    statistics: Tensor | None,
     spec: Float8CurrentScalingQuantizer,
     row: bool,
     column: bool,
@@ -137,6 +146,7 @@ register_quantizer(
     cast=_cast_per_tensor,
     cast_bias_grad=_cast_bias_grad_per_tensor,
     takes_sources=True,
+    measures_itself=True,
 )
 
 
@@ -146,9 +156,11 @@ def measure(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | None:
     return method.measure(method.values(x_MK))
 
 
-def operand_values(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | Source:
-    """A source as the functions of `spec` take it, for several calls: worked out once where they take tensors only."""
-    return _METHODS[type(spec)].values(x_MK)
+def measure_once(x_MK: Tensor, spec: Quantizer) -> Tensor | None:
+    """The same for a tensor that is cast several times; None where each cast finds it out at no cost."""
+    if _METHODS[type(spec)].measures_itself and finds_amax(*x_MK.shape):
+        return None
+    return measure(x_MK, spec)
 
 
 def measures_amax(spec: Quantizer) -> bool:
@@ -159,9 +171,18 @@ def measures_amax(spec: Quantizer) -> bool:
 def cast_operand(
     x_MK: Tensor | Source, statistics: Tensor | None, spec: Quantizer, *, row: bool, column: bool
 ) -> Quantized:
-    """Cast `x_MK` to the operand copies that a GEMM reads, padded along the contraction axis."""
+    """Cast `x_MK` to the operand copies that a GEMM reads, padded along the contraction axis.
+
+    Args:
+        x_MK: the values.
+        statistics: that `measure` gave, of these values or of more; None: they are found here.
+        spec: how.
+        row: whether the copy along K is wanted.
+        column: whether the copy along M is.
+    """
     method = _METHODS[type(spec)]
-    return method.cast(method.values(x_MK), statistics, spec, row, column)
+    values = method.values(x_MK)
+    return method.cast(values, method.statistics(values, statistics), spec, row, column)
 
 
 def cast_operand_bias_grad(
@@ -169,13 +190,13 @@ def cast_operand_bias_grad(
 ) -> tuple[Quantized, Tensor]:
     """`cast_operand` and the column sums of `x_MK` in one pass."""
     method = _METHODS[type(spec)]
-    return method.cast_bias_grad(method.values(x_MK), statistics, spec, row, column, dtype)
+    values = method.values(x_MK)
+    return method.cast_bias_grad(values, method.statistics(values, statistics), spec, row, column, dtype)
 
 
 def quantize_operand(x_MK: Tensor | Source, spec: Quantizer, *, row: bool, column: bool) -> Quantized:
-    """`measure`, then `cast_operand`."""
-    x_MK = operand_values(x_MK, spec)
-    return cast_operand(x_MK, measure(x_MK, spec), spec, row=row, column=column)
+    """`cast_operand` of values of which nothing is known yet."""
+    return cast_operand(x_MK, None, spec, row=row, column=column)
 
 
 def dequantize_rows(x: Quantized, columns: int, dtype: torch.dtype) -> Tensor:

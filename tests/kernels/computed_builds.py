@@ -105,3 +105,7 @@ def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, boo
         types, constants = cast_types(fmt, row, column, bias)
         constants |= {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         yield source.build(cast_kernel._cast_kernel, types, constants, config, maxnreg=config.maxnreg)
+    amax_block = cast_kernel.amax_block(256, source.halves, config.num_warps)
+    types, constants = cast_types(fmt, row, column, bias, amax_block)
+    constants |= {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+    yield source.build(cast_kernel._cast_kernel, types, constants, config)

@@ -20,7 +20,7 @@ QUANTIZER = Float8CurrentScalingQuantizer(fmt=E5M2).bundle
 LARGEST = torch.ones(3)
 
 CALLS = {
-    "amax": lambda source: amax._amax_launch(source.tensors, source.spec.bundle),
+    "amax": lambda source: amax.amax_launch(source.tensors, source.spec.bundle),
     "bias_grad": lambda source: bias_grad._bias_grad_launch(source.tensors, source.spec.bundle, torch.float16),
     "materialize": lambda source: materialize._materialize_launch(source.tensors, source.spec.bundle),
     "cast": lambda source: cast._cast_launch(source.tensors, source.spec.bundle, LARGEST, QUANTIZER, True, False),

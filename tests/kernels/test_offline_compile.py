@@ -51,10 +51,11 @@ def cast_builds() -> Iterator[Build]:
         (False, True, True, cast_kernel.TRANSPOSING),
         (True, True, True, cast_kernel.TRANSPOSING),
     ]
-    for (dtype, fmt), (row, column, bias, config) in itertools.product(
-        [("bf16", E4M3), ("bf16", E5M2), ("fp32", E5M2), ("fp16", E5M2)], flags
-    ):
-        types, constants = cast_types(fmt, row, column, bias)
+    few = [(("bf16", E4M3), True), (("bf16", E5M2), True)]
+    many = [((dtype, fmt), False) for dtype, fmt in (("bf16", E4M3), ("bf16", E5M2), ("fp32", E5M2), ("fp16", E5M2))]
+    for ((dtype, fmt), few_values), (row, column, bias, config) in itertools.product([*many, *few], flags):
+        amax_block = cast_kernel.amax_block(256, 1, config.num_warps) if few_values else (None, None)
+        types, constants = cast_types(fmt, row, column, bias, amax_block)
         constants |= {"HALVES": 1, "LOAD_FIRST": load_plain_kept if bias else None}
 
         def build(
@@ -65,17 +66,21 @@ def cast_builds() -> Iterator[Build]:
             types=types,
             constants=constants,
             dtype=dtype,
+            few_values=few_values,
         ) -> Build:
             operands, source = plain(dtype, *strides)
             rest = {name: kind for name, kind in types.items() if name not in ones}
             known = constants | dict.fromkeys(ones, 1) | source
             known |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
             aligned = {*rest, "operands"} - {"epsilon"} if aligned is None else aligned
-            return Build(cast_kernel._cast_kernel, rest | operands, known, config.num_warps, aligned, config.maxnreg)
+            maxnreg = None if few_values else config.maxnreg
+            return Build(cast_kernel._cast_kernel, rest | operands, known, config.num_warps, aligned, maxnreg)
 
         yield build("i32", 1)
         if dtype == "bf16":
             yield build(1, "i32")
+        if few_values:
+            continue
         scattered = {"aligned": {"M_padded", "K_padded"}, "config": cast_kernel.TRANSPOSING_SCATTERED}
         if (dtype, fmt, row, column, bias) == ("bf16", E5M2, True, True, True):
             yield build("i32", "i32", **scattered)

@@ -10,7 +10,7 @@ import torch
 import lowp
 from tests.modules.cases import CASES, FFN, K, batch, build, call_of
 from tests.ops import oracle
-from tests.ops.graphs import CountOps, saved_tensors
+from tests.ops.graphs import CountOps, PeakMemory, saved_tensors
 
 DTYPE = torch.bfloat16
 M = 30
@@ -190,3 +190,31 @@ def test_saved_tensors_are_let_go_one_by_one(keep_graph, monkeypatch, device):
     y = pipeline(batch(M, device=device))
     y.backward(torch.ones_like(y), retain_graph=keep_graph)
     assert alive == [[True, True], [True, keep_graph]]
+
+
+
+SIZE = 128
+LARGE = {
+    "RMSNorm + linear": lambda **kw: lowp.LayerNormLinear(SIZE, 192, normalization="RMSNorm", bias=False, **kw),
+    "SwiGLU": lambda **kw: lowp.LayerNormMLP(SIZE, 448, normalization="RMSNorm", activation="swiglu", bias=False, **kw),
+    "GELU": lambda **kw: lowp.LayerNormMLP(SIZE, 512, **kw),
+}
+"""Modules of a Llama-8B block and of a GPT's, and the tokens of a step, at a 32nd of their sizes."""
+
+
+def peak_of_a_step(module, recipe, device):
+    """Bytes that forward and backward hold beside the input, the output's gradient and the parameters."""
+    x = torch.randn(512, SIZE, device=device, dtype=DTYPE, requires_grad=True)
+    dy = torch.randn_like(module(x))
+    memory = PeakMemory()
+    memory.ignore(x, dy, *module.parameters())
+    with memory, lowp.autocast(enabled=recipe is not None, recipe=recipe):
+        module(x).backward(dy)
+    return memory.peak
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_step_holds_no_more_than_in_bf16(name, device):
+    module = LARGE[name](device=device, dtype=DTYPE)
+    in_bf16, quantized = (peak_of_a_step(module, recipe, device) for recipe in (None, oracle.HYBRID))
+    assert quantized <= in_bf16

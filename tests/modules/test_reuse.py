@@ -1,12 +1,13 @@
 """How often modules compile, and what one module used in many ways gives."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import lowp
-from tests.modules.cases import CASES, batch, build, same, step
+from tests.modules.cases import CASES, batch, build, call_of, same, step
 from tests.ops import oracle
 from tests.ops.graphs import Graphs
 
@@ -182,3 +183,24 @@ def test_the_third_step_of_a_shape_is_as_the_first(name, device):
         other = batch(*leading, device=device)
         fresh = copy.deepcopy(module)
         assert same(step(module, module, other), step(fresh, fresh, other))
+
+
+@pytest.mark.parametrize("call", ["eager", "aot_eager"])
+@pytest.mark.parametrize("recipe", ["hybrid", "dequantized", "high_precision"])
+@over_modules
+def test_backward_needs_no_recipe(name, recipe, call, device):
+    """What it needs to know was said in forward: another recipe in force, or none, changes nothing."""
+    module = build(name, device)
+    run = call_of(module, call)
+    x = batch(30, device=device)
+    results = []
+    for around_backward in (nullcontext(), lowp.autocast(enabled=False), lowp.autocast(recipe=oracle.E4M3)):
+        x.grad = None
+        module.zero_grad()
+        with lowp.autocast(recipe=oracle.RECIPES[recipe]):
+            y = run(x)
+        with around_backward:
+            y.backward(torch.ones_like(y))
+        results.append([x.grad, *[parameter.grad for parameter in module.parameters()]])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import CompileContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def lowp_ops(graph: torch.fx.GraphModule) -> list[str]:
@@ -71,16 +73,50 @@ class Graphs:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the operators of `lowp::` that run in eager mode."""
+    """Counts the operators of `lowp::` that run in eager mode, and those of them that work their values out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.computed: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "lowp":
             self.counts[func._opname] += 1
+            self.computed[func._opname] += isinstance(args[0], list) and len(args[0]) > 1
         return func(*args, **(kwargs or {}))
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest number of bytes that operators' results take up at one time; what is inside one operator isn't seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Don't count what is there already."""
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self._hold(result.untyped_storage())
+        self.peak = max(self.peak, self.held)
+        return results
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.held += size
+            weakref.finalize(storage, self._let_go, key, size)
+
+    def _let_go(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
 
 
 @contextmanager

@@ -52,11 +52,45 @@ def num_partials(device: torch.device) -> int:
 
 
 def _amax_ref(tensors: Tensors, spec: str) -> Tensor:
+    """That of the values."""
+    return largest_ref(decode(spec).produce_ref(tuple(tensors)))
+
+
+def largest_ref(x: Tensor) -> Tensor:
     """One part: the whole tensor."""
-    x = decode(spec).produce_ref(tuple(tensors))
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     return x.abs().nan_to_num(nan=0.0, posinf=0.0).amax().float().reshape(1)
+
+
+@jit
+def amax_of_blocks(
+    operands,
+    rows,
+    cols,
+    blocks,
+    col_blocks,
+    first,
+    step,
+    LOAD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The largest finite magnitude in every `step`-th block of a source, from the `first` one on."""
+    amax_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for block in tl.range(first, blocks, step, num_stages=STAGES):
+        r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        tiles = LOAD(operands, r, c, rows, cols, DTYPE, FUNCTION, GATE, PARAMS)
+        for half in tl.static_range(len(tiles)):
+            x = tiles[half].to(tl.float32)
+            amax_RC = tl.maximum(amax_RC, tl.abs(tl.fma(x, 0.0, x)))  # NaN where x is not finite, which counts for none
+    return tl.max(amax_RC)
 
 
 @jit
@@ -77,15 +111,24 @@ def _amax_kernel(
     STAGES: tl.constexpr,
 ):
     part = tl.program_id(0)
-    amax_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for block in tl.range(part, blocks, tl.num_programs(0), num_stages=STAGES):
-        r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        tiles = LOAD(operands, r, c, rows, cols, DTYPE, FUNCTION, GATE, PARAMS)
-        for half in tl.static_range(len(tiles)):
-            x = tiles[half].to(tl.float32)
-            amax_RC = tl.maximum(amax_RC, tl.abs(tl.fma(x, 0.0, x)))  # NaN where x is not finite, which counts for none
-    tl.store(amax_ptr + part, tl.max(amax_RC))
+    amax = amax_of_blocks(
+        operands,
+        rows,
+        cols,
+        blocks,
+        col_blocks,
+        part,
+        tl.num_programs(0),
+        LOAD,
+        DTYPE,
+        FUNCTION,
+        GATE,
+        PARAMS,
+        BLOCK_R,
+        BLOCK_C,
+        STAGES,
+    )
+    tl.store(amax_ptr + part, amax)
 
 
 class Config(NamedTuple):
@@ -103,7 +146,8 @@ COMPUTED = Config(block_r=2, block_c=1024, num_warps=4)
 """Of values that are worked out."""
 
 
-def _amax_launch(tensors: Tensors, spec: str, config: Config | None = None) -> Tensor:
+def amax_launch(tensors: Tensors, spec: str, config: Config | None = None) -> Tensor:
+    """The kernel; for whoever needs the amax of values that were not measured."""
     source: SourceSpec = decode(spec)
     amax_P = _amax_allocate(tensors, spec)
     if isinstance(source, Plain):
@@ -156,5 +200,5 @@ def _amax_allocate(tensors: Tensors, spec: str) -> Tensor:
 
 
 _amax = register(
-    "amax(Tensor[] source, str spec) -> Tensor", ref=_amax_ref, launch=_amax_launch, allocate=_amax_allocate
+    "amax(Tensor[] source, str spec) -> Tensor", ref=_amax_ref, launch=amax_launch, allocate=_amax_allocate
 )

@@ -64,7 +64,7 @@ def sum_group(x_RN):
     for _ in tl.static_range(4):
         even, odd = tl.split(tl.reshape(x_NR, [x_NR.shape[0], x_NR.shape[1] // 2, 2]))
         x_NR = even + odd
-    return tl.trans(x_NR)
+    return tl.trans(x_NR) + 0.0  # not -0, which the total of several groups never is
 
 
 @jit
@@ -122,7 +122,7 @@ def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: C
     source: SourceSpec = decode(spec)
     kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
     width = N // source.halves
-    partial_GN = allocate_partial(tensors[0], M, N)
+    partial_GN = allocate_partial(tensors[0], M, N, dtype)
     block_n, num_warps = config
     launch(
         _partial_kernel,
@@ -136,7 +136,9 @@ def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: C
 
 
 def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum the partial sums: the second launch of every kernel that computes a bias gradient."""
+    """Sum the partial sums: the second launch of every kernel that computes a bias gradient of several groups."""
+    if partial_GN.ndim == 1:
+        return partial_GN
     G, N = partial_GN.shape
     bias_grad_N = partial_GN.new_empty(N, dtype=dtype)
     block_n, num_warps = TOTAL
@@ -144,8 +146,10 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     return bias_grad_N
 
 
-def allocate_partial(x: Tensor, M: int, N: int) -> Tensor:
-    """Memory for `partial_GN`, of M rows, where `x` is."""
+def allocate_partial(x: Tensor, M: int, N: int, dtype: torch.dtype) -> Tensor:
+    """Memory for `partial_GN`, of M rows, where `x` is; of one group `[N]`, which is the bias gradient in its dtype."""
+    if 0 < M <= GROUP:
+        return x.new_empty(N, dtype=dtype)
     return x.new_empty(cdiv(M, GROUP), N, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Cast with one scale for the tensor: FP8 data for GEMMs, from the tensor's amax.
+"""Cast with one scale for the tensor: FP8 data for GEMMs, from the tensor's amax, given or found here.
 
     x_MK = the values of a source, a tensor's own or computed here              (see lowp.kernels.sources)
     q_MK = encode(x_MK * multiplier)            scale = 1 / multiplier          (see lowp.kernels.float8)
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lowp.errors import fail, require
 from lowp.formats import HIGH_PRECISION
+from lowp.kernels.amax import amax_launch, largest_ref
 from lowp.kernels.bias_grad import allocate_partial, bias_grad_ref, total_launch
-from lowp.kernels.cast_kernel import Config, cast_launch, pad_contraction
+from lowp.kernels.cast_kernel import Config, cast_launch, finds_amax, pad_contraction
 from lowp.kernels.float8 import encode_ref, multiplier_ref
 from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source
 from lowp.quantizers import Float8CurrentScalingQuantizer
@@ -31,7 +32,7 @@ from lowp.values import decode
 
 def cast(
     x_MK: Tensor | Source,
-    amax_P: Tensor,
+    amax_P: Tensor | None,
     quantizer: Float8CurrentScalingQuantizer,
     *,
     row: bool = True,
@@ -41,7 +42,8 @@ def cast(
 
     Args:
         x_MK: `[M, K]` bf16 | fp16 | fp32, any strides; or a source, whose rounded values are quantized.
-        amax_P: any shape, not empty, fp32, finite and >= 0; its maximum is amax, which may be that of more than `x_MK`.
+        amax_P: any shape, not empty, fp32, finite and >= 0; its maximum is amax, which may be that of more than `x_MK`;
+            None: that of `x_MK`, which is found here, of few values in the same pass.
         quantizer: element format and rule of the scale.
         row: whether to write `row_data`.
         column: whether to write `column_data`.
@@ -62,7 +64,7 @@ def cast(
 
 def cast_bias_grad(
     x_MK: Tensor | Source,
-    amax_P: Tensor,
+    amax_P: Tensor | None,
     quantizer: Float8CurrentScalingQuantizer,
     *,
     row: bool = True,
@@ -94,15 +96,15 @@ def cast_bias_grad(
     return _cast_bias_grad(source.tensors, source.spec.bundle, amax_P, quantizer.bundle, row, column, dtype)
 
 
-def _checked(op: str, x_MK: Tensor | Source, amax_P: Tensor, quantizer: Any, row: bool, column: bool) -> Source:
+def _checked(op: str, x_MK: Tensor | Source, amax_P: Tensor | None, quantizer: Any, row: bool, column: bool) -> Source:
     """The source of the values, if everything is as it must be."""
     if not isinstance(quantizer, Float8CurrentScalingQuantizer):
         rule = "quantizer must be a Float8CurrentScalingQuantizer"
         fail(op, rule, got=type(quantizer).__name__, error=TypeError)
     source = as_source(op, x_MK)
-    if amax_P.dtype != torch.float32:
+    if amax_P is not None and amax_P.dtype != torch.float32:
         fail(op, "amax_P must be fp32", got=amax_P.dtype, error=TypeError)
-    if amax_P.numel() == 0:
+    if amax_P is not None and amax_P.numel() == 0:
         fail(op, "amax_P must not be empty", got=tuple(amax_P.shape))
     if not (row or column):
         fail(op, "row or column must be True", hint="Ask for the copies that you need.")
@@ -110,18 +112,18 @@ def _checked(op: str, x_MK: Tensor | Source, amax_P: Tensor, quantizer: Any, row
 
 
 def _cast_ref(
-    tensors: Tensors, spec: str, amax_P: Tensor, quantizer: str, row: bool, column: bool
+    tensors: Tensors, spec: str, amax_P: Tensor | None, quantizer: str, row: bool, column: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The formula, line by line."""
     return _quantize_ref(decode(spec).produce_ref(tensors), amax_P, quantizer, row, column)
 
 
 def _quantize_ref(
-    x_MK: Tensor, amax_P: Tensor, quantizer: str, row: bool, column: bool
+    x_MK: Tensor, amax_P: Tensor | None, quantizer: str, row: bool, column: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The formula, of values that are there."""
     rule: Float8CurrentScalingQuantizer = decode(quantizer)
-    multiplier = multiplier_ref(amax_P, rule)
+    multiplier = multiplier_ref(largest_ref(x_MK) if amax_P is None else amax_P, rule)
     codes_MK = encode_ref(x_MK, multiplier, rule.fmt)
     row_data, column_data, scale = _allocate(x_MK, x_MK.shape, quantizer, row, column)
     for data, codes in ((row_data, codes_MK), (column_data, codes_MK.t())):
@@ -133,7 +135,7 @@ def _quantize_ref(
 
 
 def _cast_bias_grad_ref(
-    tensors: Tensors, spec: str, amax_P: Tensor, quantizer: str, row: bool, column: bool, dtype: torch.dtype
+    tensors: Tensors, spec: str, amax_P: Tensor | None, quantizer: str, row: bool, column: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """The two operations, one after the other."""
     x_MK = decode(spec).produce_ref(tensors)
@@ -143,21 +145,21 @@ def _cast_bias_grad_ref(
 def _cast_launch(
     tensors: Tensors,
     spec: str,
-    amax_P: Tensor,
+    amax_P: Tensor | None,
     quantizer: str,
     row: bool,
     column: bool,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     outputs = _cast_allocate(tensors, spec, amax_P, quantizer, row, column)
-    cast_launch(tensors, decode(spec), amax_P, quantizer, outputs, None, config)
+    cast_launch(tensors, decode(spec), _known(tensors, spec, amax_P), quantizer, outputs, None, config)
     return outputs
 
 
 def _cast_bias_grad_launch(
     tensors: Tensors,
     spec: str,
-    amax_P: Tensor,
+    amax_P: Tensor | None,
     quantizer: str,
     row: bool,
     column: bool,
@@ -166,9 +168,16 @@ def _cast_bias_grad_launch(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     source: SourceSpec = decode(spec)
     outputs = _cast_allocate(tensors, spec, amax_P, quantizer, row, column)
-    partial_GK = allocate_partial(tensors[0], *source.shape(tensors))
-    cast_launch(tensors, source, amax_P, quantizer, outputs, partial_GK, config)
+    partial_GK = allocate_partial(tensors[0], *source.shape(tensors), dtype)
+    cast_launch(tensors, source, _known(tensors, spec, amax_P), quantizer, outputs, partial_GK, config)
     return *outputs, total_launch(partial_GK, dtype)
+
+
+def _known(tensors: Tensors, spec: str, amax_P: Tensor | None) -> Tensor | None:
+    """The amax, or None where the cast finds it."""
+    if amax_P is None and not finds_amax(*decode(spec).shape(tensors)):
+        return amax_launch(tensors, spec)
+    return None if amax_P is None else amax_P.contiguous()
 
 
 def _allocate(
@@ -182,27 +191,27 @@ def _allocate(
 
 
 def _cast_allocate(
-    tensors: Tensors, spec: str, amax_P: Tensor, quantizer: str, row: bool, column: bool
+    tensors: Tensors, spec: str, amax_P: Tensor | None, quantizer: str, row: bool, column: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     return _allocate(tensors[0], decode(spec).shape(tensors), quantizer, row, column)
 
 
 def _cast_bias_grad_allocate(
-    tensors: Tensors, spec: str, amax_P: Tensor, quantizer: str, row: bool, column: bool, dtype: torch.dtype
+    tensors: Tensors, spec: str, amax_P: Tensor | None, quantizer: str, row: bool, column: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     outputs = _cast_allocate(tensors, spec, amax_P, quantizer, row, column)
     return *outputs, tensors[0].new_empty(decode(spec).shape(tensors)[1], dtype=dtype)
 
 
 _cast = register(
-    "cast(Tensor[] source, str spec, Tensor amax, str quantizer, bool row, bool column)"
+    "cast(Tensor[] source, str spec, Tensor? amax, str quantizer, bool row, bool column)"
     " -> (Tensor? row_data, Tensor? column_data, Tensor scale)",
     ref=_cast_ref,
     launch=_cast_launch,
     allocate=_cast_allocate,
 )
 _cast_bias_grad = register(
-    "cast_bias_grad(Tensor[] source, str spec, Tensor amax, str quantizer, bool row, bool column, ScalarType dtype)"
+    "cast_bias_grad(Tensor[] source, str spec, Tensor? amax, str quantizer, bool row, bool column, ScalarType dtype)"
     " -> (Tensor? row_data, Tensor? column_data, Tensor scale, Tensor bias_grad)",
     ref=_cast_bias_grad_ref,
     launch=_cast_bias_grad_launch,

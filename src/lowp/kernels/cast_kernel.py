@@ -1,7 +1,8 @@
 """The Triton kernel behind `lowp.kernels.cast`: one pass over the values of a source.
 
 A program takes a tile of rows and columns, writes it along either axis or both, and sums its rows. A source with two
-halves gives two tiles at a time, so that what both need is read and worked out once.
+halves gives two tiles at a time, so that what both need is read and worked out once. Without an amax, each program
+finds that of all values first: for so few values that this costs less than another launch.
 
 Shape legend: M = rows (tokens), K = features, P = parts of amax, G = groups of rows (see lowp.kernels.bias_grad).
 """
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowp.kernels._triton import cdiv, jit, launch, tl
+from lowp.kernels.amax import amax_of_blocks
 from lowp.kernels.bias_grad import GROUP, sum_group
-from lowp.kernels.float8 import encode, load_multiplier
+from lowp.kernels.float8 import encode, load_amax, multiplier_of
 from lowp.kernels.sources import Plain, SourceSpec, Tensors, load_plain_kept
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.values import decode
@@ -31,11 +33,11 @@ def pad_contraction(size: int) -> int:
 
 @jit
 def _cast_kernel(
-    amax_ptr,
+    scale_ptr,
     operands,
+    amax_ptr,
     row_ptr,
     column_ptr,
-    scale_ptr,
     partial_ptr,
     M,
     K,
@@ -58,6 +60,8 @@ def _cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     K_before = (HALVES - 1) * K  # columns before the last half, which is the one that is padded
@@ -76,7 +80,15 @@ def _cast_kernel(
             tl.store(partial_pointers, sum_group(x), mask=(tile_m * BLOCK_M < M) & (k < K))
     if LOAD_FIRST is not None:
         tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
-    multiplier = load_multiplier(amax_ptr, P, epsilon, FMT_MAX, POWER_2, BLOCK_P)
+    if amax_ptr is None:
+        col_blocks = tl.cdiv(K, BLOCK_C)
+        blocks = tl.cdiv(M, BLOCK_R) * col_blocks
+        amax = amax_of_blocks(
+            operands, M, K, blocks, col_blocks, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, 3
+        )
+    else:
+        amax = load_amax(amax_ptr, P, BLOCK_P)
+    multiplier = multiplier_of(amax, epsilon, FMT_MAX, POWER_2)
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
     for half in tl.static_range(HALVES):
@@ -109,6 +121,22 @@ COMPUTED_SUMMING = Config(block_m=GROUP, block_k=128, num_warps=4)
 COMPUTED_SUMMING_NARROW = Config(block_m=GROUP, block_k=64, num_warps=2)
 BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
+_AMAX_VALUES, _AMAX_VALUES_OF_A_WARP = 4096, 1024
+"""Values of which a program finds the amax at a time, where it finds all of it: as many as fit the registers."""
+_FEW = 2**16
+_NARROWEST, _WIDEST = 16, 1024
+
+
+def finds_amax(M: int, K: int) -> bool:
+    """Whether a cast of so many values finds their amax in the same launch."""
+    return M * K <= _FEW
+
+
+def amax_block(width: int, halves: int, num_warps: int) -> tuple[int, int]:
+    """Rows and columns of a block of values of which the amax is found: few shapes, so that few kernels are built."""
+    columns = min(max(1 << (width - 1).bit_length(), _NARROWEST), _WIDEST)
+    values = min(_AMAX_VALUES_OF_A_WARP * num_warps, _AMAX_VALUES) // halves
+    return max(values // columns, 1), columns
 
 
 def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bool) -> Config:
@@ -131,7 +159,7 @@ def computed_config(halves: int, *, wide: bool, summing: bool) -> Config:
 def cast_launch(
     tensors: Tensors,
     source: SourceSpec,
-    amax_P: Tensor,
+    amax_P: Tensor | None,
     quantizer: str,
     outputs: tuple[Tensor | None, Tensor | None, Tensor],
     partial_GK: Tensor | None,
@@ -145,16 +173,18 @@ def cast_launch(
     block_m, block_k, num_warps, maxnreg = config or _config(source, tensors, column_data is not None, bias)
     M_padded, K_padded, width = pad_contraction(M), pad_contraction(K), K // halves
     tiles_k = cdiv(K_padded - (halves - 1) * width, block_k)
-    copies = (column_data if row_data is None else row_data, column_data, scale, partial_GK)
-    sizes = (M, width, M_padded, K_padded, amax_P.numel(), rule.amax_epsilon)
+    copies = (column_data if row_data is None else row_data, column_data, partial_GK)
+    amax_blocks = (None, None) if amax_P is not None else amax_block(width, halves, num_warps)
+    parts = 0 if amax_P is None else amax_P.numel()
+    sizes = (M, width, M_padded, K_padded, parts, rule.amax_epsilon)
     load_first = load_plain_kept if bias and isinstance(source, Plain) else None
     flags = (rule.fmt.max, rule.power_2_scale, row_data is not None, column_data is not None, bias)
     launch(
         _cast_kernel,
         max(cdiv(M_padded, block_m) * tiles_k, 1),  # the scale is written even without data
-        (amax_P.contiguous(), kernel.operands, *copies, *sizes),
-        (*kernel.constants(source.dtype), halves, load_first, *flags, block_m, block_k, BLOCK_P),
+        (scale, kernel.operands, amax_P, *copies, *sizes),
+        (*kernel.constants(source.dtype), halves, load_first, *flags, block_m, block_k, BLOCK_P, *amax_blocks),
         num_warps=num_warps,
-        maxnreg=maxnreg,
+        maxnreg=None if amax_P is None else maxnreg,
         enable_fp_fusion=False,
     )

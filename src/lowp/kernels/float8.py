@@ -42,13 +42,19 @@ def encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 @jit
-def load_multiplier(amax_ptr, P, epsilon, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The multiplier, from all parts of amax: each program works it out for itself."""
+def load_amax(amax_ptr, P, BLOCK_P: tl.constexpr):
+    """The amax, from all its parts: each program works it out for itself."""
     amax_P = tl.zeros([BLOCK_P], tl.float32)
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         amax_P = tl.maximum(amax_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
-    amax = tl.maximum(tl.max(amax_P), epsilon)
+    return tl.max(amax_P)
+
+
+@jit
+def multiplier_of(amax, epsilon, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr):
+    """The multiplier."""
+    amax = tl.maximum(amax, epsilon)
     multiplier = tl.where(amax == 0.0, 1.0, tl.div_rn(FMT_MAX, amax))
     multiplier = tl.minimum(multiplier, 3.4028234663852886e38)
     if POWER_2:

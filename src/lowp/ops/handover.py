@@ -13,7 +13,7 @@ from torch import Tensor
 from lowp.kernels.materialize import materialize
 from lowp.kernels.sources import Source
 from lowp.ops.linear_gemms import with_leading
-from lowp.quantization import Quantized, QuantizeRequest, cast_operand, quantize_operand
+from lowp.quantization import Quantized, QuantizeRequest, cast_operand
 from lowp.quantizers import Quantizer
 
 
@@ -52,15 +52,13 @@ def hand_over(
         source: of `[M, K]`.
         args: whether they are quantized, and how.
         leading: the axes that M stands for.
-        statistics: of the quantizer, where they are known.
+        statistics: of the quantizer; None: they are not known.
 
     Returns:
         The values `[..., K]`, or the copies asked for.
     """
     if args.quantizer is None:
         return with_leading(materialize(source), leading)
-    if statistics is None:
-        return shaped(quantize_operand(source, args.quantizer, row=args.row, column=args.column), leading)
     return shaped(cast_operand(source, statistics, args.quantizer, row=args.row, column=args.column), leading)
 
 

@@ -35,6 +35,7 @@ class LinearForwardArgs:
         keep_column: return the input's column copy for wgrad.
         keep_row: return this rank's row copy of the input, which backward dequantizes, or gathers again.
         keep_statistics: return the statistics of the input, which backward casts again.
+        keep_weight_statistics: return those of the weight, which dgrad casts again.
     """
 
     input: Tensor | Quantized
@@ -50,6 +51,7 @@ class LinearForwardArgs:
     keep_column: bool
     keep_row: bool
     keep_statistics: bool = False
+    keep_weight_statistics: bool = False
     addend: Tensor | None = None
     factor: float = 1.0
 

@@ -18,7 +18,15 @@ from lowp.distributed.shapes import Parallel, ParallelMode
 from lowp.kernels.gemm import gemm, scaled_gemm
 from lowp.kernels.transpose import transpose_data
 from lowp.ops.delayed_wgrad import WgradOperands, keep
-from lowp.quantization import Quantized, as_matrix, cast_operand, dequantize_rows, measure
+from lowp.quantization import (
+    Quantized,
+    as_matrix,
+    cast_operand,
+    dequantize_rows,
+    measure,
+    measure_once,
+    quantize_operand,
+)
 from lowp.quantizers import Quantizer
 
 if TYPE_CHECKING:
@@ -78,7 +86,7 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
     Returns:
         y: `[..., N]`.
         aux: fresh tensors: the input's copy that backward reads and its scale, where this call makes one; the weight's
-            statistics, where its quantizer has any.
+            statistics, where they are kept and cost a pass of their own.
     """
     x, parallel = args.input, args.parallel
     leading = x.row[0].shape[:-1] if isinstance(x, Quantized) else x.shape[:-1]
@@ -93,7 +101,7 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
         y_MN = gemm(gathering.wait(), w_NK, args.bias, **epilogue)
     else:
         wait_for_input = _start_input(args)
-        statistics = measure(args.weight, args.weight_quantizer)
+        statistics = measure_once(args.weight, args.weight_quantizer) if args.keep_weight_statistics else None
         w = cast_operand(args.weight, statistics, args.weight_quantizer, row=True, column=False)
         operand, aux = wait_for_input()
         y_MN = scaled_gemm(*operand.row, *w.row, args.bias, fast_accumulation=args.fast_accumulation, **epilogue)
@@ -115,7 +123,7 @@ def _start_input(args: LinearForwardArgs) -> Callable[[], tuple[Quantized, tuple
     assert args.input_quantizer is not None
     x_MK, spec = as_matrix(x).to(args.dtype), args.input_quantizer
     if not args.parallel.gathers("column"):
-        statistics = measure(x_MK, spec)
+        statistics = measure(x_MK, spec) if args.keep_statistics else None
         operand = cast_operand(x_MK, statistics, spec, row=True, column=args.keep_column)
         return lambda: (operand, _kept(args, operand, operand, statistics))
     gathering = _start_rows(x_MK, spec, args.parallel)
@@ -160,7 +168,7 @@ def start_grad(args: LinearBackwardArgs) -> Callable[[], Tensor | Quantized]:
     if group is not None:
         rows = _start_rows(dy_MN, spec, args.parallel).rows
         return lambda: rows.wait(dy_MN.shape[1], **copies)
-    operand = cast_operand(dy_MN, measure(dy_MN, spec), spec, **copies)
+    operand = quantize_operand(dy_MN, spec, **copies)
     return lambda: operand
 
 

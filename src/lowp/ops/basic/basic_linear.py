@@ -194,6 +194,7 @@ class BasicLinear(LinearWeight):
             keep_column=quantized and not original and not by_row,
             keep_row=quantized and not original and by_row,
             keep_statistics=quantized and original,
+            keep_weight_statistics=recipe is not None and override != "high_precision" and ctx.input_requires_grad,
             addend=addend,
             factor=factor,
         )
@@ -215,18 +216,18 @@ class BasicLinear(LinearWeight):
         input_, wgrad = args.input, ctx.parameters_require_grad[0]
         original: Tensor | None = None
         kept: Sequence[Tensor | None] = (None, None)
-        statistics = aux[-1] if args.weight_quantizer is not None and ctx.input_requires_grad else None
         if isinstance(input_, Quantized):
             leading = input_.row[0].shape[:-1]
             kept = input_.column if args.keep_column else input_.row
         else:
             leading = input_.shape[:-1]
             if args.keep_column or args.keep_row:
-                kept = aux[:2]
+                kept, aux = aux[:2], aux[2:]
             elif wgrad:
                 original = input_
-                if args.keep_statistics and aux[0].dtype is not torch.bool:
-                    kept = (None, aux[0])
+            if args.keep_statistics:
+                kept, aux = (None, None if aux[0].dtype is torch.bool else aux[0]), aux[1:]
+        statistics = aux[0] if aux else None
         weight = args.weight if ctx.input_requires_grad else None
         ctx.save_for_backward(original, *(kept if wgrad else (None, None)), weight, statistics)
         ctx.weight_shape, ctx.weight_dtype = tuple(args.weight.shape), args.weight.dtype

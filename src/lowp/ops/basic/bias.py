@@ -25,7 +25,7 @@ from lowp.kernels.elementwise import add
 from lowp.ops.basic_op import BasicOperation, check_size
 from lowp.ops.handover import copies, wants_quantized
 from lowp.ops.op import BackwardContext, Direction, OperationContext
-from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad, measure
+from lowp.quantization import Quantized, QuantizeRequest, as_matrix, cast_operand_bias_grad
 from lowp.quantizers import Quantizer
 
 
@@ -189,9 +189,8 @@ class Bias(BasicOperation):
         grad_input: Quantized | None = None
         grad_bias: Tensor | None = None
         if args.quantizer is not None and args.bias_requires_grad:
-            statistics = measure(dy_MN, args.quantizer)
             grad_input, grad_bias = cast_operand_bias_grad(
-                dy_MN, statistics, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype
+                dy_MN, None, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype
             )
         elif args.bias_requires_grad and dy_MN.dtype in HIGH_PRECISION and args.bias_dtype in HIGH_PRECISION:
             grad_bias = bias_grad(dy_MN, dtype=args.bias_dtype)

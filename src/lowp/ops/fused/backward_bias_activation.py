@@ -20,7 +20,7 @@ from lowp.ops.handover import copies, shaped, wants_quantized
 from lowp.ops.linear_gemms import with_leading
 from lowp.ops.op import BackwardContext, Direction, OperationContext
 from lowp.ops.plan import FusedOperation, FusionRule, Window, register_fusion
-from lowp.quantization import QuantizeRequest, cast_operand_bias_grad, measure, operand_values
+from lowp.quantization import QuantizeRequest, cast_operand_bias_grad
 
 
 @dataclass(kw_only=True)
@@ -72,14 +72,8 @@ class BackwardBiasActivation(FusedOperation):
             return grad_input, ((None,), ()), ((), ())
         source, leading = gradient_source(args), args.input.shape[:-1]
         if args.quantizer is not None:
-            values = operand_values(source, args.quantizer)
             dx, grad_bias = cast_operand_bias_grad(
-                values,
-                measure(values, args.quantizer),
-                args.quantizer,
-                row=args.row,
-                column=args.column,
-                dtype=args.bias_dtype,
+                source, None, args.quantizer, row=args.row, column=args.column, dtype=args.bias_dtype
             )
             return shaped(dx, leading), ((grad_bias,), ()), ((), ())
         if not args.input_requires_grad:
