@@ -88,7 +88,7 @@ class CountOps(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """The largest number of bytes that operators' results take up at one time; what is inside one operator isn't seen."""
+    """The most bytes that operators' results take up at one time; what is inside one operator isn't seen."""
 
     def __init__(self) -> None:
         super().__init__()
