@@ -22,6 +22,7 @@ from lowp.distributed.sharding import Sharding, shard_of
 from lowp.recipe import Float8CurrentScaling
 from tests.distributed.ranks import Ranks, alone, device, message, rank, world
 from tests.distributed.test_sharding import quietly
+from tests.modules.pairwise import sampled
 
 M, K, N, F = 8, 32, 48, 64
 HOW = ["eager", "operation", "kernel"]
@@ -150,15 +151,16 @@ def as_on_one_rank(kind: str, sequence_parallel: bool, how: str, fp8: bool) -> N
         close(results[outputs + 1 + index], wanted, bound, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("how", HOW)
+@sampled(how=HOW, sequence_parallel=[False, True], kind=list(KINDS))
 def test_as_on_one_rank(how, sequence_parallel, kind, ranks: Ranks):
     ranks(as_on_one_rank, kind, sequence_parallel, how, False)
 
 
-@pytest.mark.parametrize("kind", ["norm_linear", "norm_linear, norm gathered", "mlp", "gated mlp"])
-@pytest.mark.parametrize(("sequence_parallel", "how"), [(False, "operation"), (True, "operation"), (True, "kernel")])
+@sampled(
+    how=["operation", "kernel"],
+    sequence_parallel=[False, True],
+    kind=["norm_linear", "norm_linear, norm gathered", "mlp", "gated mlp"],
+)
 def test_under_a_recipe(how, sequence_parallel, kind, ranks: Ranks):
     """Scales are those of shards: near, not equal. Compiled equals eager all the same."""
     ranks(as_on_one_rank, kind, sequence_parallel, how, True)

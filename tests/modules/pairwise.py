@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Combination = dict[str, Any]
 
 
@@ -33,6 +35,17 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Combination]:
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
+
+
+def sampled(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test: few combinations with every pair by default, the others in the full run."""
+    chosen = pairwise(axes)
+    parameters = []
+    for combination in product(axes):
+        marks = () if combination in chosen else pytest.mark.full
+        values = combination.values()
+        parameters.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+    return pytest.mark.parametrize(list(axes), parameters)
 
 
 def _pairs(combination: Combination) -> set[Any]:

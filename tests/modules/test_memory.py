@@ -192,7 +192,6 @@ def test_saved_tensors_are_let_go_one_by_one(keep_graph, monkeypatch, device):
     assert alive == [[True, True], [True, keep_graph]]
 
 
-
 SIZE = 128
 LARGE = {
     "RMSNorm + linear": lambda **kw: lowp.LayerNormLinear(SIZE, 192, normalization="RMSNorm", bias=False, **kw),

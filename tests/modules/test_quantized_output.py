@@ -5,6 +5,7 @@ import torch
 
 import lowp
 from tests.modules.cases import K, N, batch, call_of, randomize, same, step
+from tests.modules.pairwise import sampled
 from tests.ops import oracle
 
 DTYPE = torch.bfloat16
@@ -21,9 +22,7 @@ def build(name, device, recipe="hybrid", **kwargs):
     return module
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("leading", [(), (0,), (7,), (2, 3)])
+@sampled(leading=[(), (0,), (7,), (2, 3)], call=CALLS, name=list(MODULES))
 def test_codes_are_those_of_the_output(leading, call, name, device):
     module = build(name, device)
     x = batch(*leading, device=device)

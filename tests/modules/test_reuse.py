@@ -8,6 +8,7 @@ import torch
 
 import lowp
 from tests.modules.cases import CASES, batch, build, call_of, same, step
+from tests.modules.pairwise import sampled
 from tests.ops import oracle
 from tests.ops.graphs import Graphs
 
@@ -66,8 +67,7 @@ def test_a_recipe_switched_back_finds_its_graph(name, device):
     assert graphs.frames == 4
 
 
-@over_modules
-@pytest.mark.parametrize(("recipe", "boundary"), [("none", "operation"), ("hybrid", "operation"), ("hybrid", "kernel")])
+@sampled(boundary=["operation", "kernel"], recipe=WAYS, name=list(CASES))
 def test_one_graph_for_all_sizes(boundary, recipe, name, device):
     module = build(name, device, recipe=oracle.RECIPES[recipe])
     graphs = Graphs()

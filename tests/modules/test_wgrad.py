@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.modules.cases import CASES, batch, build, call_of, same, step
+from tests.modules.pairwise import sampled
 from tests.ops import oracle
 from tests.ops.graphs import Graphs
 
@@ -31,9 +32,7 @@ def with_main_grads(module, dtype=torch.float32, start=0.0):
 # ---- main_grad
 
 
-@over_modules
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("recipe", WAYS)
+@sampled(recipe=WAYS, call=CALLS, name=list(CASES))
 def test_fuse_wgrad_accumulation(recipe, call, name, device):
     """Two microbatches: the sum of their gradients, each of which is not rounded to the weight's dtype first."""
     module = build(name, device, recipe=oracle.RECIPES[recipe], dtype=torch.float32)
@@ -108,9 +107,7 @@ def pair(name, device, recipe, **kwargs):
     return module, delayed
 
 
-@over_modules
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("recipe", WAYS)
+@sampled(recipe=WAYS, call=CALLS, name=list(CASES))
 def test_delay_wgrad_compute(recipe, call, name, device):
     module, delayed = pair(name, device, recipe)
     run = call_of(delayed, call)
