@@ -1,4 +1,4 @@
-"""Train a byte-level language model with tensor and sequence parallelism, on any number of ranks.
+"""Train the demo's byte-level language model with tensor and sequence parallelism, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_tensor_parallel.py              NCCL where there are GPUs, else gloo
     torchrun --nproc-per-node 2 examples/train_tensor_parallel.py --compile --recipe bf16 --save checkpoint
@@ -7,7 +7,8 @@
 
 `qkv` and `up` are column-parallel: they gather the sequence and split heads or hidden features. `proj` and `down` are
 row-parallel: they sum over the ranks and scatter the sequence. Everything else sees this rank's part of the sequence,
-so the gradients of its parameters are partial: they are marked, and one call completes them after backward.
+so the gradients of its parameters are partial. lowp's modules mark theirs; the rest is marked here, and one call
+completes all of them after backward.
 
 Shape legend: T = ranks, S = bytes of a sequence, B = sequences, D = width, H = heads, E = D / H. Activations are
 [S / T, B, D]: sequence parallelism splits the first axis.
@@ -30,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
-from lowp import ops
 from lowp.distributed import reduce_sequence_parallel_grads, sharded_state
 from lowp.recipe import Float8CurrentScaling, Recipe
 
@@ -68,20 +68,17 @@ class Block(nn.Module):
 
     def __init__(self, size: Size, group: Any, device: torch.device) -> None:
         super().__init__()
-        options: dict[str, Any] = {"device": device, "tensor_parallel_group": group, "sequence_parallel": True}
-        column, row = options | {"tensor_parallel_mode": "column"}, options | {"tensor_parallel_mode": "row"}
+        options: dict[str, Any] = {"device": device, "tp_group": group, "sequence_parallel": True}
+        normalized = options | {"normalization": "RMSNorm"}
         self.head_width = size.width // size.heads
-        self.attention_norm = nn.RMSNorm(size.width, eps=1e-5, device=device)
-        self.qkv = ops.Linear(size.width, 3 * size.width, **column)
-        self.proj = ops.Linear(size.width, size.width, **row)
-        self.mlp_norm = nn.RMSNorm(size.width, eps=1e-5, device=device)
-        self.up = ops.Linear(size.width, size.hidden, **column)
-        self.down = ops.Linear(size.hidden, size.width, **row)
+        self.qkv = lowp.LayerNormLinear(size.width, 3 * size.width, parallel_mode="column", **normalized)
+        self.proj = lowp.Linear(size.width, size.width, parallel_mode="row", **options)
+        self.mlp = lowp.LayerNormMLP(size.width, size.hidden, set_parallel_mode=True, **normalized)
 
     def forward(self, h: Tensor, angle: Tensor) -> Tensor:
         """Both residual branches on this rank's part of the sequence, `[S / T, B, D]`."""
-        h = h + self.proj(self._attention(self.qkv(self.attention_norm(h)), angle))
-        return h + self.down(F.gelu(self.up(self.mlp_norm(h)), approximate="tanh"))
+        h = h + self.proj(self._attention(self.qkv(h), angle))
+        return h + self.mlp(h)
 
     def _attention(self, qkv: Tensor, angle: Tensor) -> Tensor:
         """Causal attention of this rank's heads over the whole sequence."""
@@ -98,15 +95,11 @@ class Model(nn.Module):
         self.group = group
         self.embedding = nn.Embedding(BYTES, size.width, device=device)
         self.blocks = nn.ModuleList(Block(size, group, device) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, eps=1e-5, device=device)
-        self.head = ops.Linear(size.width, BYTES, device=device)
+        self.head = lowp.LayerNormLinear(size.width, BYTES, normalization="RMSNorm", device=device)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.register_buffer("angle", rotary_angles(size, device), persistent=False)
-        whole = [self.embedding, self.norm, self.head]
-        whole += [norm for block in self.blocks for norm in (block.attention_norm, block.mlp_norm)]
-        for module in whole:
-            for parameter in module.parameters():
-                parameter.sequence_parallel = True  # it sees a part of the tokens
+        for parameter in (*self.embedding.parameters(), *self.head.parameters()):
+            parameter.sequence_parallel = True  # it sees a part of the tokens
 
     def forward(self, bytes_SB: Tensor) -> Tensor:
         """This rank's part of the mean cross entropy of each byte after the first.
@@ -122,7 +115,7 @@ class Model(nn.Module):
         h = self.embedding(inputs)
         for block in self.blocks:
             h = block(h, self.angle)
-        logits = self.head(self.norm(h))
+        logits = self.head(h)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / ranks
 
 
