@@ -1,9 +1,9 @@
-"""Two processes that run functions for the tests, all tests of a session in the same two.
+"""Processes that run functions for the tests: two, all tests of a session in the same, or more.
 
     with Ranks("gloo") as ranks:
         results = ranks(function, *args, **kwargs)      one result a rank; functions are imported by name over there
 
-Inside a function `world()` is the group of both ranks, `alone()` the group of this rank only, `device()` its device.
+Inside a function `world()` is the group of all ranks, `alone()` the group of this rank only, `device()` its device.
 A rank that raises fails the test with its traceback; ranks that hang are ended after `TIMEOUT` seconds.
 """
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 WORLD_SIZE = 2
+"""Of the processes that most tests share."""
 TIMEOUT = 240
 """Seconds that one function may take, on a busy machine."""
 COLLECTIVE_TIMEOUT = 120
@@ -74,8 +75,8 @@ def message(function: Callable[..., Any], *args: Any) -> str:
 class Ranks:
     """The processes, started at the first call and again after a failure that may have left one waiting."""
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, world_size: int = WORLD_SIZE) -> None:
+        self.backend, self.world_size = backend, world_size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder = ""
@@ -106,7 +107,7 @@ class Ranks:
         return [answer[1] for answer in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        answers: list[tuple[str, Any]] = [("hung", f"no answer after {TIMEOUT} s")] * WORLD_SIZE
+        answers: list[tuple[str, Any]] = [("hung", f"no answer after {TIMEOUT} s")] * self.world_size
         waiting = {connection: index for index, connection in enumerate(self._connections)}
         deadline = time.monotonic() + TIMEOUT
         while waiting and time.monotonic() < deadline:
@@ -124,9 +125,10 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.mkdtemp()
         store = Path(self._folder) / "store"
-        for index in range(WORLD_SIZE):
+        for index in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, index, str(store), self.backend), daemon=True)
+            arguments = theirs, index, self.world_size, str(store), self.backend
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -144,7 +146,7 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _serve(connection: Connection, index: int, store: str, backend: str) -> None:
+def _serve(connection: Connection, index: int, world_size: int, store: str, backend: str) -> None:
     global _device
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -156,14 +158,14 @@ def _serve(connection: Connection, index: int, store: str, backend: str) -> None
         torch.cuda.set_device(_device)
     dist.init_process_group(
         backend,
-        store=dist.FileStore(store, WORLD_SIZE),
+        store=dist.FileStore(store, world_size),
         rank=index,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout=dt.timedelta(seconds=COLLECTIVE_TIMEOUT),
         device_id=_device if backend == "nccl" else None,
     )
     _groups["world"] = dist.group.WORLD
-    _groups["alone"] = [dist.new_group([one]) for one in range(WORLD_SIZE)][index]
+    _groups["alone"] = [dist.new_group([one]) for one in range(world_size)][index]
     while (call := connection.recv()) is not None:
         function, args, kwargs = call
         torch.manual_seed(0)

@@ -72,9 +72,9 @@ def parallel_linear(split: Split, whole: Problem, *, bias: bool, keep: bool, fac
         "keep_gathered_input": keep,
     }
     if facade:
-        layer: Any = ops.Linear(K, N, bias, **options, **parallel)
+        layer: Any = ops.Linear(whole.w.shape[1], N, bias, **options, **parallel)
     else:
-        layer = ops.Sequential(ops.BasicLinear(K, N, **options, **parallel))
+        layer = ops.Sequential(ops.BasicLinear(whole.w.shape[1], N, **options, **parallel))
         if bias:
             add = ops.Bias(
                 N,
