@@ -30,15 +30,14 @@ def gradients_quantized(monkeypatch):
     from lowp.ops import linear_gemms
 
     made = []
-    original = linear_gemms.cast_operand
+    original = linear_gemms.quantize_operand
 
     def recorded(*args, **kwargs):
         result = original(*args, **kwargs)
-        if result.row_data is not None and result.column_data is not None:  # not a weight
-            made.append(weakref.ref(result.column_data))
+        made.append(weakref.ref(result.column_data))
         return result
 
-    monkeypatch.setattr(linear_gemms, "cast_operand", recorded)
+    monkeypatch.setattr(linear_gemms, "quantize_operand", recorded)
     return made
 
 

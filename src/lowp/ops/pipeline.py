@@ -110,10 +110,10 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
             next_op_input_quantizer=input_request,
         )
         output, extra, aux = compute(op, "forward", args)
-        for outputs in extra:
+        for wanted, outputs in zip(call.requires_grad[start:stop], extra, strict=True):
             for tensor in outputs:
                 if tensor is None and op.extra_output_is_input:
-                    extra_outputs.append(_as_output(input_) if fresh else input_.clone())
+                    extra_outputs.append(_as_output(input_, wanted) if fresh else input_.clone())
                     fresh = False
                 else:
                     extra_outputs.append(tensor)
@@ -130,12 +130,13 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
     return input_, extra_outputs, ctxs
 
 
-def _as_output(x: Tensor) -> Tensor:
+def _as_output(x: Tensor, requires_grad: bool) -> Tensor:
     """What an operation made, as an extra output: a view in traced code, where it may be a saved tensor as well.
 
-    torch 2.11 loses the gradient of a traced Function's output that the Function also saves. Remove with torch 2.11.
+    torch 2.11 loses the gradient of a traced Function's output that the Function also saves, and marks views as not
+    differentiable in vain. Remove with torch 2.11.
     """
-    return x.view_as(x) if torch.compiler.is_compiling() else x
+    return x.view_as(x) if requires_grad and torch.compiler.is_compiling() else x
 
 
 def _contexts(call: Call, parameters: list[tuple[Tensor, ...]]) -> list[OperationContext]:

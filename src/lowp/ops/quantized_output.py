@@ -65,7 +65,9 @@ class _Quantize(torch.autograd.Function):
         """Data, scale and anchor."""
         with torch.autocast(y.device.type, enabled=False):
             data, scale = quantize_operand(as_matrix(y), quantizer, row=True, column=False).row
-        data = with_leading(data[:, : y.shape[-1]].contiguous(), y.shape[:-1])
+        if data.shape[1] != y.shape[-1]:
+            data = data[:, : y.shape[-1]].contiguous()
+        data = with_leading(data, y.shape[:-1])
         ctx.mark_non_differentiable(data, scale)
         return data, scale, torch.empty_strided(y.shape, [0] * y.ndim, dtype=y.dtype, device=y.device)
 

@@ -98,14 +98,16 @@ def test_gradients(call, used, shape, dtype, device):
 
 
 @pytest.mark.parametrize("call", ["eager", "operation"])
-def test_an_extra_output_without_gradient_requires_none(call, device):
+@pytest.mark.parametrize("made", [False, True], ids=["input", "made here"])
+def test_an_extra_output_without_gradient_requires_none(made, call, device):
     """In front of a layer whose weight alone gets a gradient."""
-    module = ops.Sequential(ops.MakeExtraOutput(), linear(device))
+    frozen = [linear(device).requires_grad_(False)] if made else [ops.Identity()]
+    module = ops.Sequential(*frozen, ops.MakeExtraOutput(), linear(device))
     y, extra = call_of(module, call)(torch.randn(4, 8, device=device))
     assert y.requires_grad
     assert not extra.requires_grad
     y.sum().backward()
-    assert module[1].weight.grad is not None
+    assert module[-1].weight.grad is not None
 
 
 @pytest.mark.parametrize("call", CALLS)
