@@ -104,6 +104,39 @@ def test_shapes_and_padding(device, copies, dtype, shape):
     check(outputs, x, oracle.amax(x), "E4M3")
 
 
+ABOUT_FEW = [(1, 1), (3, 5), (64, 1024), (65, 1024), (65536, 1), (65537, 1), (1, 65536), (1, 65537), (5, 13107), (0, 8)]
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("shape", ABOUT_FEW, ids=str)
+def test_without_an_amax_it_is_found(device, shape, copies):
+    """Of few values in the same launch, of more in one before it: the bits are those of a given amax."""
+    row, column = COPIES[copies]
+    x = torch.randn(shape, dtype=torch.bfloat16).to(device)
+    for quantizer in (spec("E4M3"), spec("E5M2", power_2=True, epsilon=0.5)):
+        given = cast_bias_grad(x, amax(x), quantizer, row=row, column=column)
+        for outputs in (cast_bias_grad(x, None, quantizer, row=row, column=column), given[:3]):
+            alone = cast(x, None, quantizer, row=row, column=column)
+            for a, b in zip(alone, outputs, strict=False):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(bits(a), bits(b))
+        assert torch.equal(bits(cast_bias_grad(x, None, quantizer)[3]), bits(given[3]))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", HIGH_PRECISION)
+def test_without_an_amax_in_any_layout(device, dtype, name):
+    x = LAYOUTS[name](torch.randn(64, 128, dtype=dtype).to(device))
+    check(cast(x, None, spec("E4M3"), row=True, column=True), x, oracle.amax(x.cpu()), "E4M3")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_an_amax_every_value(device, dtype):
+    """That of the finite ones counts."""
+    x = all_values(dtype)
+    check(cast(x.to(device), None, spec("E5M2"), row=True, column=True), x, oracle.amax(x), "E5M2")
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0), (0, 64)])
 def test_empty(device, shape):
     x = torch.empty(shape, dtype=torch.bfloat16, device=device)

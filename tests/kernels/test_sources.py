@@ -39,6 +39,7 @@ def assert_fused_is_unfused(source: Source, values: Tensor) -> None:
             unfused = cast_bias_grad(values, largest, quantizer, row=row, column=column, dtype=torch.float32)
             assert_same(fused, unfused)
             assert_same(cast(source, largest, quantizer, row=row, column=column), unfused[:3])
+            assert_same(cast(source, None, quantizer, row=row, column=column), unfused[:3])
 
 
 def assert_same(actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
