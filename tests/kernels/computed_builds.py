@@ -26,7 +26,8 @@ def activation_source(name: str, gradient: bool, dtype: str = "bf16", *strides: 
         "PARAMS": tuple(activation.defaults.values()),
     }
     operands = (*(matrix if gradient else ()), *matrix, "i32" if gated else None)
-    return Computed(name, operands, constants, 1 + (gated and gradient))
+    rising = activation.function.rising and not (gated or gradient)
+    return Computed(name, operands, constants, 1 + (gated and gradient), rising)
 
 
 def vector_source(label: str, load: Any, params: tuple[Any, ...], *vectors: Any, dtype: str = "bf16") -> Computed:
@@ -42,6 +43,7 @@ class Computed(NamedTuple):
     operands: tuple[Any, ...]
     constants: dict[str, Any]
     halves: int
+    rising: bool = False
 
     def build(
         self, kernel: Any, types: dict[str, Any], constants: dict[str, Any], config: Any, **options: Any
@@ -72,7 +74,10 @@ def computed_builds() -> Iterator[Build]:
         flags = [(True, False, False), (False, True, False), (True, False, True), (True, True, True)]
         yield from computed_cast_builds(gradient, E5M2, flags)
     for name in UNUSUAL:
-        yield from computed_cast_builds(activation_source(name, False), E4M3, [(True, True, False)])
+        value = activation_source(name, False)
+        yield from computed_cast_builds(value, E4M3, [(True, True, False)])
+        if value.rising:
+            yield from tensor_builds(value)
         yield from computed_cast_builds(activation_source(name, True), E5M2, [(True, True, True)])
     for source in (activation_source("geglu", True, "fp32"), activation_source("swiglu", True, "fp16", 1, "i32")):
         yield from tensor_builds(source)
@@ -84,6 +89,7 @@ def tensor_builds(source: Computed) -> Iterator[Build]:
     config: Any = amax.COMPUTED
     types = dict.fromkeys(["rows", "cols", "blocks", "col_blocks"], "i32") | {"amax_ptr": "*fp32"}
     constants: dict[str, Any] = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "STAGES": config.stages}
+    constants["RISING"] = source.rising
     yield source.build(amax._amax_kernel, types, constants, config)
     config = materialize.TILE
     types = {"M": "i32", "K": "i32", "out_ptr": f"*{source.constants['DTYPE']}"}

@@ -35,6 +35,7 @@ def amax_builds() -> Iterator[Build]:
         operands, source = plain(dtype, "i32", "i32")
         types = dict.fromkeys(["rows", "cols", "blocks", "col_blocks"], "i32") | {"amax_ptr": "*fp32"}
         constants = source | {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "STAGES": config.stages}
+        constants["RISING"] = False
         yield Build(amax._amax_kernel, types | operands, dict(constants), config.num_warps)
         del types["rows"]
         operands, _ = plain(dtype, "i32", 1)

@@ -26,10 +26,16 @@ class Function(NamedTuple):
     Attributes:
         ref: `(x, params) -> (value, slope)` in torch, in the dtype of `x`.
         triton: the same for an fp32 tile, a `@jit` function; `params` is a `tl.constexpr`.
+        rising: whether it rises from `RISES_FROM` on, and exceeds all magnitudes below: the amax of its values is then
+            its value for the largest input, and only that one need be worked out.
     """
 
     ref: Callable[[Tensor, Params], tuple[Tensor, Tensor]]
     triton: Any
+    rising: bool = False
+
+
+RISES_FROM = constexpr(0.5)
 
 
 # ---- sigmoid
@@ -192,16 +198,17 @@ def _identity_ref(b: Tensor, params: Params) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _identity(b, PARAMS: tl.constexpr):
+def identity(b, PARAMS: tl.constexpr):
+    """`b`."""
     return b, 1.0
 
 
 SIGMOID = Function(_sigmoid_ref, _sigmoid)
-GELU = Function(_gelu_ref, _gelu)
-QGELU = Function(_qgelu_ref, _qgelu)
-SILU = Function(_silu_ref, _silu)
-RELU = Function(_relu_ref, _relu)
-SRELU = Function(_srelu_ref, _srelu)
-IDENTITY = Function(_identity_ref, _identity)
+GELU = Function(_gelu_ref, _gelu, rising=True)
+QGELU = Function(_qgelu_ref, _qgelu, rising=True)
+SILU = Function(_silu_ref, _silu, rising=True)
+RELU = Function(_relu_ref, _relu, rising=True)
+SRELU = Function(_srelu_ref, _srelu, rising=True)
+IDENTITY = Function(_identity_ref, identity)
 CLAMPED_SILU = Function(_clamped_silu_ref, _clamped_silu)
 CLAMPED_LINEAR = Function(_clamped_linear_ref, _clamped_linear)

@@ -83,9 +83,8 @@ def _cast_kernel(
     if amax_ptr is None:
         col_blocks = tl.cdiv(K, BLOCK_C)
         blocks = tl.cdiv(M, BLOCK_R) * col_blocks
-        amax = amax_of_blocks(
-            operands, M, K, blocks, col_blocks, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, 3
-        )
+        places = (operands, M, K, blocks, col_blocks)
+        amax = amax_of_blocks(places, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, 3)
     else:
         amax = load_amax(amax_ptr, P, BLOCK_P)
     multiplier = multiplier_of(amax, epsilon, FMT_MAX, POWER_2)

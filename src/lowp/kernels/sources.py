@@ -35,6 +35,8 @@ class Kernel(NamedTuple):
         function: `@jit` function that `load` is given as `FUNCTION`, or None.
         gate: likewise, as `GATE`.
         params: numbers that `load` is given as `PARAMS`.
+        rising: whether the values are `function` of one tensor's, which `load` gives for `identity`, and their amax is
+            found as `Function.rising` says (lowp.kernels.activation_functions).
     """
 
     load: Any
@@ -42,6 +44,7 @@ class Kernel(NamedTuple):
     function: Any = None
     gate: Any = None
     params: tuple[float, ...] = ()
+    rising: bool = False
 
     def constants(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """`LOAD, DTYPE, FUNCTION, GATE, PARAMS`, for values of `dtype`."""
