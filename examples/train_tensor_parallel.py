@@ -1,4 +1,4 @@
-"""Train the demo's byte-level language model with tensor and sequence parallelism, on any number of ranks.
+"""Train a byte-level language model like the demo's with tensor and sequence parallelism, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_tensor_parallel.py              NCCL where there are GPUs, else gloo
     torchrun --nproc-per-node 2 examples/train_tensor_parallel.py --compile --recipe bf16 --save checkpoint
@@ -7,8 +7,8 @@
 
 `qkv` and `up` are column-parallel: they gather the sequence and split heads or hidden features. `proj` and `down` are
 row-parallel: they sum over the ranks and scatter the sequence. Everything else sees this rank's part of the sequence,
-so the gradients of its parameters are partial. lowp's modules mark theirs; the rest is marked here, and one call
-completes all of them after backward.
+so the gradients of its parameters are partial. Modules that are told of sequence parallelism mark theirs; embedding and
+head are marked here, and one call completes all of them after backward.
 
 Shape legend: T = ranks, S = bytes of a sequence, B = sequences, D = width, H = heads, E = D / H. Activations are
 [S / T, B, D]: sequence parallelism splits the first axis.

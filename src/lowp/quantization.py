@@ -74,7 +74,7 @@ class _Method(NamedTuple):
     cast: Callable[..., Quantized]
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]]
     takes_sources: bool
-    measures_itself: bool
+    measures_itself: Callable[[int, int], bool] | None
 
     def values(self, x_MK: Tensor | Source) -> Tensor | Source:
         """What the method takes: a source as it is, or its values."""
@@ -82,7 +82,7 @@ class _Method(NamedTuple):
 
     def statistics(self, x_MK: Tensor | Source, given: Tensor | None) -> Tensor | None:
         """What the method is given."""
-        return self.measure(x_MK) if given is None and not self.measures_itself else given
+        return self.measure(x_MK) if given is None and self.measures_itself is None else given
 
 
 _METHODS: dict[type[Quantizer], _Method] = {}
@@ -95,11 +95,9 @@ def register_quantizer(
     cast: Callable[..., Quantized],
     cast_bias_grad: Callable[..., tuple[Quantized, Tensor]],
     takes_sources: bool = False,
-    measures_itself: bool = False,
+    measures_itself: Callable[[int, int], bool] | None = None,
 ) -> None:
     """Say how a class of quantizer specs is applied.
-
-    Each function takes `x_MK` as a tensor or as a source (see `lowp.kernels.sources`).
 
     Args:
         spec: the class of the specs.
@@ -108,8 +106,9 @@ def register_quantizer(
         cast_bias_grad: `(x_MK, statistics, spec, row, column, dtype) -> (Quantized, column sums of x_MK [K])`.
         takes_sources: whether `x_MK` may be a source (lowp.kernels.sources), whose values are then never written to
             memory; otherwise the three are given tensors only.
-        measures_itself: whether the other two find out what they need where they are given None for the statistics
-            that `measure` gives; otherwise they always get these.
+        measures_itself: `(M, K) -> whether finding the statistics is cheaper in a cast than in a launch of its own`;
+            the two casts are then given None for statistics that nobody asked for, whatever the size, and find them.
+            None: they are always given what `measure` gives.
     """
     _METHODS[spec] = _Method(measure, cast, cast_bias_grad, takes_sources, measures_itself)
 
@@ -146,7 +145,7 @@ register_quantizer(
     cast=_cast_per_tensor,
     cast_bias_grad=_cast_bias_grad_per_tensor,
     takes_sources=True,
-    measures_itself=True,
+    measures_itself=finds_amax,
 )
 
 
@@ -157,8 +156,9 @@ def measure(x_MK: Tensor | Source, spec: Quantizer) -> Tensor | None:
 
 
 def measure_once(x_MK: Tensor, spec: Quantizer) -> Tensor | None:
-    """The same for a tensor that is cast several times; None where each cast finds it out at no cost."""
-    if _METHODS[type(spec)].measures_itself and finds_amax(*x_MK.shape):
+    """The same for a tensor that is cast several times; None where each cast finds it itself for less."""
+    measures_itself = _METHODS[type(spec)].measures_itself
+    if measures_itself is not None and measures_itself(*x_MK.shape):
         return None
     return measure(x_MK, spec)
 

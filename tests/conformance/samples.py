@@ -36,6 +36,7 @@ POWER_2 = Float8CurrentScalingQuantizer(fmt=E4M3, power_2_scale=True, amax_epsil
 
 K, N = 32, 24
 ODD_K, ODD_N = 21, 5
+MANY = 16 * 1024 + 21  # columns of more values than a cast finds the amax of in its own launch
 
 
 class Draw:
@@ -86,10 +87,11 @@ def _source(x: Tensor | Source) -> tuple[list[Tensor], str]:
 
 
 def _cast(
-    x: Tensor | Source, spec: Float8CurrentScalingQuantizer, row: bool, column: bool, *more: Any
+    x: Tensor | Source, spec: Float8CurrentScalingQuantizer, row: bool, column: bool, *more: Any, found: bool = False
 ) -> tuple[Any, ...]:
-    """Arguments of a cast; the amax of a source is one that all devices agree on."""
+    """Arguments of a cast; the amax is found by it, or given: of a source one that all devices agree on."""
     largest = torch.full((1,), 1.75, device=x.device) if isinstance(x, Source) else amax(x)
+    largest = None if found else largest
     return *_source(x), largest, spec.bundle, row, column, *more
 
 
@@ -299,8 +301,14 @@ SAMPLES: dict[str, dict[str, Sample]] = {
         "normalized": Sample(lambda draw, m: _cast(_layer_norm(draw, m, BF16), FORWARD, True, True)),
         "gelu": Sample(lambda draw, m: _cast(activated(draw(m, ODD_K), "gelu"), FORWARD, True, False), one_step=True),
         "gradient of sreglu": Sample(lambda draw, m: _cast(_gradient(draw, m, "sreglu"), GRADIENT, True, True)),
+        "amax found": Sample(lambda draw, m: _cast(draw(m, ODD_K), POWER_2, True, True, found=True)),
+        "amax found, of many": Sample(lambda draw, m: _cast(draw(m, MANY), FORWARD, True, True, found=True)),
+        "amax found, of a gradient": Sample(
+            lambda draw, m: _cast(_gradient(draw, m, "sreglu"), GRADIENT, True, True, found=True)
+        ),
     },
     "cast_bias_grad": {
+        "amax found": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, True, True, BF16, found=True)),
         "both": Sample(lambda draw, m: _cast(draw(m, ODD_K), GRADIENT, True, True, FP32)),
         "row": Sample(lambda draw, m: _cast(draw(m, ODD_K, dtype=FP16), FORWARD, True, False, FP16)),
         "gradient of reglu": Sample(lambda draw, m: _cast(_gradient(draw, m, "reglu"), GRADIENT, True, True, BF16)),

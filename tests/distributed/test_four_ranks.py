@@ -27,9 +27,10 @@ def local_size_of_8(mode: str, recipe: str) -> None:
         split = Split(mode, sequence_parallel, group)
         options = {"bias": True, "keep": False, "facade": True, "dtype": torch.bfloat16}
         layer = parallel_linear(split, whole, **options)
-        for call in (layer, compiled(layer)) if sequence_parallel else (layer,):
+        calls = {"eager": layer, "compiled": compiled(layer)} if sequence_parallel else {"eager": layer}
+        for how, call in calls.items():
             results = run(layer, call, split, whole, RECIPES[recipe], torch.bfloat16)
-            check(results, split, whole, f"{group.size()} ranks, {call}")
+            check(results, split, whole, f"{group.size()} ranks, {how}")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])

@@ -81,18 +81,26 @@ def _word(value: Any) -> str:
 
 
 def cast_types(
-    fmt: Any, row: bool, column: bool, bias: bool, amax_block: tuple[int | None, int | None] = (None, None)
+    fmt: Any,
+    row: bool,
+    column: bool,
+    bias: bool,
+    *,
+    amax_block: tuple[int | None, int | None] = (None, None),
+    sums: str = "*fp32",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Types and constants of what a cast writes; amax_block: of few values, of which it finds the amax."""
-    few = amax_block[0] is not None
+    """Types and constants of what a cast writes.
+
+    amax_block: of few values, of which it finds the amax. sums: where partial sums go, or those of a single group.
+    """
     types = dict.fromkeys(["M", "K", "M_padded", "K_padded", "P"], "i32")
     types |= {"row_ptr": POINTERS[fmt], "scale_ptr": "*fp32", "epsilon": "fp32"}
     constants = {"FMT_MAX": fmt.max, "POWER_2": fmt is E5M2, "ROW": row, "COLUMN": column, "BIAS": bias}
     constants |= {"BLOCK_P": cast_kernel.BLOCK_P, "BLOCK_R": amax_block[0], "BLOCK_C": amax_block[1]}
     pointers = [
-        ("amax_ptr", "*fp32", not few),
+        ("amax_ptr", "*fp32", amax_block[0] is None),
         ("column_ptr", POINTERS[fmt], column),
-        ("partial_ptr", "*bf16" if few else "*fp32", bias),
+        ("sums_ptr", sums, bias),
     ]
     for pointer, kind, present in pointers:
         (types if present else constants)[pointer] = kind if present else None

@@ -96,22 +96,22 @@ def tensor_builds(source: Computed) -> Iterator[Build]:
     constants = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
     yield source.build(materialize._materialize_kernel, types, constants, config)
     config = bias_grad.PARTIAL
-    types = {"M": "i32", "N": "i32", "partial_ptr": "*fp32"}
+    types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     yield source.build(bias_grad._partial_kernel, types, constants, config)
 
 
 def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, bool, bool]]) -> Iterator[Build]:
-    """Casts that write a row copy, a column copy and sums."""
+    """Casts that write a row copy, a column copy and sums; the last one also of few values."""
     for row, column, bias in flags:
         config = cast_kernel.ROW_ONLY
         if column or bias:
             wide = source.operands[0] == "*fp32"
             config = cast_kernel.computed_config(source.halves, wide=wide, summing=bias)
         types, constants = cast_types(fmt, row, column, bias)
-        constants |= {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
-        yield source.build(cast_kernel._cast_kernel, types, constants, config, maxnreg=config.maxnreg)
-    amax_block = cast_kernel.amax_block(256, source.halves, config.num_warps)
-    types, constants = cast_types(fmt, row, column, bias, amax_block)
-    constants |= {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
-    yield source.build(cast_kernel._cast_kernel, types, constants, config)
+        tile = {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+        yield source.build(cast_kernel._cast_kernel, types, constants | tile, config, maxnreg=config.maxnreg)
+        if (row, column, bias) == flags[-1]:
+            amax_block = cast_kernel.amax_block(256, source.halves, config.num_warps)
+            types, constants = cast_types(fmt, row, column, bias, amax_block=amax_block, sums="*bf16")
+            yield source.build(cast_kernel._cast_kernel, types, constants | tile, config)

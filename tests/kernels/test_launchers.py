@@ -24,6 +24,12 @@ CALLS = {
     "bias_grad": lambda source: bias_grad._bias_grad_launch(source.tensors, source.spec.bundle, torch.float16),
     "materialize": lambda source: materialize._materialize_launch(source.tensors, source.spec.bundle),
     "cast": lambda source: cast._cast_launch(source.tensors, source.spec.bundle, LARGEST, QUANTIZER, True, False),
+    "cast, amax found": lambda source: cast._cast_launch(
+        source.tensors, source.spec.bundle, None, QUANTIZER, True, True
+    ),
+    "cast_bias_grad, amax found": lambda source: cast._cast_bias_grad_launch(
+        source.tensors, source.spec.bundle, None, QUANTIZER, True, False, torch.bfloat16
+    ),
     "cast_bias_grad": lambda source: cast._cast_bias_grad_launch(
         source.tensors, source.spec.bundle, LARGEST, QUANTIZER, True, True, torch.float32
     ),

@@ -52,11 +52,13 @@ def cast_builds() -> Iterator[Build]:
         (False, True, True, cast_kernel.TRANSPOSING),
         (True, True, True, cast_kernel.TRANSPOSING),
     ]
-    few = [(("bf16", E4M3), True), (("bf16", E5M2), True)]
-    many = [((dtype, fmt), False) for dtype, fmt in (("bf16", E4M3), ("bf16", E5M2), ("fp32", E5M2), ("fp16", E5M2))]
-    for ((dtype, fmt), few_values), (row, column, bias, config) in itertools.product([*many, *few], flags):
+    few = [("bf16", E4M3, True, "*bf16"), ("bf16", E5M2, True, "*fp32")]
+    few += [("fp32", E4M3, True, "*fp32"), ("fp16", E5M2, True, "*fp16")]
+    many = [("bf16", E4M3, False, "*fp32"), ("bf16", E5M2, False, "*fp32")]
+    many += [("fp32", E5M2, False, "*fp32"), ("fp16", E5M2, False, "*fp32")]
+    for (dtype, fmt, few_values, sums), (row, column, bias, config) in itertools.product([*many, *few], flags):
         amax_block = cast_kernel.amax_block(256, 1, config.num_warps) if few_values else (None, None)
-        types, constants = cast_types(fmt, row, column, bias, amax_block)
+        types, constants = cast_types(fmt, row, column, bias, amax_block=amax_block, sums=sums)
         constants |= {"HALVES": 1, "LOAD_FIRST": load_plain_kept if bias else None}
 
         def build(
@@ -95,7 +97,7 @@ def bias_grad_builds() -> Iterator[Build]:
     constants = {"HALVES": 1, "GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     types: dict[str, Any]
     for dtype in ("bf16", "fp16", "fp32"):
-        types = {"M": "i32", "N": "i32", "partial_ptr": "*fp32"}
+        types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
         operands, source = plain(dtype, "i32", "i32")
         yield Build(bias_grad._partial_kernel, types | operands, constants | source, config.num_warps)
         operands, _ = plain(dtype, "i32", 1)

@@ -43,8 +43,7 @@ def sampled(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     parameters = []
     for combination in product(axes):
         marks = () if combination in chosen else pytest.mark.full
-        values = combination.values()
-        parameters.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+        parameters.append(pytest.param(*combination.values(), marks=marks, id=label(combination)))
     return pytest.mark.parametrize(list(axes), parameters)
 
 

@@ -308,6 +308,7 @@ def test_the_norms_output_is_never_written(device):
             assert "BackwardBiasActivation[2..3] =E5M2=>" in plan
 
 
+@pytest.mark.usefixtures("either_amax")
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("call", ["eager", "aot_eager", "kernel"])
 @pytest.mark.parametrize("shape", [(3, K), (30, K), (3, 10, K), (2, 3, 5, K)], ids=str)

@@ -262,6 +262,7 @@ def test_inside_a_pipeline_of_operations(device):
 # ---- the original input
 
 
+@pytest.mark.usefixtures("either_amax")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
 def test_save_original_input_changes_no_bit(recipe, call, device):

@@ -36,6 +36,8 @@ def test_codes_are_those_of_the_output(leading, call, name, device):
         assert torch.equal(output.scale, expected.row_scale)
         assert (output.anchor.shape, output.anchor.dtype) == (y.shape, y.dtype)
         assert output.anchor.untyped_storage().nbytes() <= y.element_size()
+        assert not output.data.requires_grad
+        assert not output.scale.requires_grad
     assert not inferred.anchor.requires_grad
 
 

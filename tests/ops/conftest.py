@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lowp.kernels import cast_kernel
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -21,6 +23,12 @@ def device(request: pytest.FixtureRequest) -> str:
 def cuda_backward_thread() -> None:
     """Lets autograd's thread start with a kernel of torch's own: a first product of cuBLAS warns (torch 2.11)."""
     torch.ones(1, device="cuda", requires_grad=True).mul(2).sum().backward()
+
+
+@pytest.fixture(params=[16, 0], ids=["amax found", "amax kept"])
+def either_amax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small weight's amax is found by each cast; and, as a large one's, by forward and kept."""
+    monkeypatch.setattr(cast_kernel, "_FEW_BLOCKS", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,9 @@ from torch._guards import CompileContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowp.kernels.sources import Plain
+from lowp.values import decode
+
 
 def lowp_ops(graph: torch.fx.GraphModule) -> list[str]:
     """Names of the nodes that are operators of `lowp::`, those that functionalization wraps included."""
@@ -83,7 +86,7 @@ class CountOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "lowp":
             self.counts[func._opname] += 1
-            self.computed[func._opname] += isinstance(args[0], list) and len(args[0]) > 1
+            self.computed[func._opname] += isinstance(args[0], list) and not isinstance(decode(args[1]), Plain)
         return func(*args, **(kwargs or {}))
 
 

@@ -59,6 +59,7 @@ COMPILED = [(requests, "hybrid") for requests in REQUESTS]
 COMPILED += [(REQUESTS[index], recipe) for index, recipe in enumerate(oracle.RECIPES) if recipe != "hybrid"]
 
 
+@pytest.mark.usefixtures("either_amax")
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize(("requests", "recipe"), COMPILED, ids=str)
 def test_compiled(requests, recipe, boundary, device):

@@ -123,7 +123,7 @@ def test_nodes_with_frozen_parameters(frozen, device):
 @pytest.mark.parametrize("few", [True, False])
 def test_kernels_are_the_nodes_at_the_kernel_boundary(few, device, monkeypatch):
     """The amax of few values is found by whoever casts them; that of a larger weight is kept for dgrad."""
-    monkeypatch.setattr(cast_kernel, "_FEW", 2**16 if few else 0)
+    monkeypatch.setattr(cast_kernel, "_FEW_BLOCKS", 16 if few else 0)
     module = linear_bias(device=device, dtype=DTYPE, recipe=oracle.HYBRID)
     x = torch.randn(16, 32, device=device, dtype=DTYPE, requires_grad=True)
     with lowp.compile_boundary("kernel"):

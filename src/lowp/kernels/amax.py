@@ -54,11 +54,11 @@ def num_partials(device: torch.device) -> int:
 
 
 def _amax_ref(tensors: Tensors, spec: str) -> Tensor:
-    """That of the values."""
-    return largest_ref(decode(spec).produce_ref(tuple(tensors)))
+    """The amax of a source's values."""
+    return amax_ref(decode(spec).produce_ref(tuple(tensors)))
 
 
-def largest_ref(x: Tensor) -> Tensor:
+def amax_ref(x: Tensor) -> Tensor:
     """One part: the whole tensor."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
@@ -161,7 +161,7 @@ COMPUTED = Config(block_r=2, block_c=1024, num_warps=4)
 
 
 def amax_launch(tensors: Tensors, spec: str, config: Config | None = None) -> Tensor:
-    """The kernel; for whoever needs the amax of values that were not measured."""
+    """Launch the kernel; for casts of many values too."""
     source: SourceSpec = decode(spec)
     amax_P = _amax_allocate(tensors, spec)
     if isinstance(source, Plain):

@@ -69,7 +69,7 @@ def sum_group(x_RN):
 
 @jit
 def _partial_kernel(
-    partial_ptr,
+    sums_ptr,
     operands,
     M,
     N,
@@ -88,7 +88,7 @@ def _partial_kernel(
     n = tl.program_id(0).to(tl.int64) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tiles = LOAD(operands, m, n, M, N, DTYPE, FUNCTION, GATE, PARAMS)
     for half in tl.static_range(HALVES):
-        pointers = partial_ptr + group * (HALVES * N) + half * N + n
+        pointers = sums_ptr + group * (HALVES * N) + half * N + n
         tl.store(pointers, sum_group(tiles[half].to(tl.float32)), mask=n < N)
 
 
@@ -122,23 +122,21 @@ def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: C
     source: SourceSpec = decode(spec)
     kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
     width = N // source.halves
-    partial_GN = allocate_partial(tensors[0], M, N, dtype)
+    sums = allocate_sums(tensors[0], M, N, dtype)
     block_n, num_warps = config
     launch(
         _partial_kernel,
         cdiv(M, GROUP) * cdiv(width, block_n),
-        (partial_GN, kernel.operands, M, width),
+        (sums, kernel.operands, M, width),
         (*kernel.constants(source.dtype), source.halves, GROUP, block_n),
         num_warps=num_warps,
         enable_fp_fusion=False,
     )
-    return total_launch(partial_GN, dtype)
+    return total(sums, M, dtype)
 
 
 def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum the partial sums: the second launch of every kernel that computes a bias gradient of several groups."""
-    if partial_GN.ndim == 1:
-        return partial_GN
+    """Sum the partial sums of several groups: a second launch."""
     G, N = partial_GN.shape
     bias_grad_N = partial_GN.new_empty(N, dtype=dtype)
     block_n, num_warps = TOTAL
@@ -146,11 +144,20 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     return bias_grad_N
 
 
-def allocate_partial(x: Tensor, M: int, N: int, dtype: torch.dtype) -> Tensor:
-    """Memory for `partial_GN`, of M rows, where `x` is; of one group `[N]`, which is the bias gradient in its dtype."""
-    if 0 < M <= GROUP:
+def allocate_sums(x: Tensor, M: int, N: int, dtype: torch.dtype) -> Tensor:
+    """Where a kernel writes the sums of groups of M rows: `partial_GN`, or of one group the bias gradient itself."""
+    if _one_group(M):
         return x.new_empty(N, dtype=dtype)
     return x.new_empty(cdiv(M, GROUP), N, dtype=torch.float32)
+
+
+def total(sums: Tensor, M: int, dtype: torch.dtype) -> Tensor:
+    """The bias gradient, of what `allocate_sums` gave and a kernel filled."""
+    return sums if _one_group(M) else total_launch(sums, dtype)
+
+
+def _one_group(M: int) -> bool:
+    return 0 < M <= GROUP
 
 
 def _bias_grad_allocate(tensors: Tensors, spec: str, dtype: torch.dtype) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lowp.errors import fail, require
 from lowp.formats import HIGH_PRECISION
-from lowp.kernels.amax import amax_launch, largest_ref
-from lowp.kernels.bias_grad import allocate_partial, bias_grad_ref, total_launch
+from lowp.kernels.amax import amax_launch, amax_ref
+from lowp.kernels.bias_grad import allocate_sums, bias_grad_ref, total
 from lowp.kernels.cast_kernel import Config, cast_launch, finds_amax, pad_contraction
 from lowp.kernels.float8 import encode_ref, multiplier_ref
 from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source
@@ -123,7 +123,7 @@ def _quantize_ref(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The formula, of values that are there."""
     rule: Float8CurrentScalingQuantizer = decode(quantizer)
-    multiplier = multiplier_ref(largest_ref(x_MK) if amax_P is None else amax_P, rule)
+    multiplier = multiplier_ref(amax_ref(x_MK) if amax_P is None else amax_P, rule)
     codes_MK = encode_ref(x_MK, multiplier, rule.fmt)
     row_data, column_data, scale = _allocate(x_MK, x_MK.shape, quantizer, row, column)
     for data, codes in ((row_data, codes_MK), (column_data, codes_MK.t())):
@@ -168,9 +168,10 @@ def _cast_bias_grad_launch(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     source: SourceSpec = decode(spec)
     outputs = _cast_allocate(tensors, spec, amax_P, quantizer, row, column)
-    partial_GK = allocate_partial(tensors[0], *source.shape(tensors), dtype)
-    cast_launch(tensors, source, _known(tensors, spec, amax_P), quantizer, outputs, partial_GK, config)
-    return *outputs, total_launch(partial_GK, dtype)
+    M, K = source.shape(tensors)
+    sums = allocate_sums(tensors[0], M, K, dtype)
+    cast_launch(tensors, source, _known(tensors, spec, amax_P), quantizer, outputs, sums, config)
+    return *outputs, total(sums, M, dtype)
 
 
 def _known(tensors: Tensors, spec: str, amax_P: Tensor | None) -> Tensor | None:

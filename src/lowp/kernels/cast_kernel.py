@@ -2,7 +2,7 @@
 
 A program takes a tile of rows and columns, writes it along either axis or both, and sums its rows. A source with two
 halves gives two tiles at a time, so that what both need is read and worked out once. Without an amax, each program
-finds that of all values first: for so few values that this costs less than another launch.
+finds that of all values first: of few, so that it is cheaper than another launch.
 
 Shape legend: M = rows (tokens), K = features, P = parts of amax, G = groups of rows (see lowp.kernels.bias_grad).
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.kernels._triton import cdiv, jit, launch, tl
+from lowp.kernels._triton import cdiv, constexpr, jit, launch, tl
 from lowp.kernels.amax import amax_of_blocks
 from lowp.kernels.bias_grad import GROUP, sum_group
 from lowp.kernels.float8 import encode, load_amax, multiplier_of
@@ -31,6 +31,9 @@ def pad_contraction(size: int) -> int:
     return (size + CONTRACTION_ALIGNMENT - 1) // CONTRACTION_ALIGNMENT * CONTRACTION_ALIGNMENT
 
 
+_AMAX_STAGES = constexpr(3)  # as in lowp.kernels.amax
+
+
 @jit
 def _cast_kernel(
     scale_ptr,
@@ -38,7 +41,7 @@ def _cast_kernel(
     amax_ptr,
     row_ptr,
     column_ptr,
-    partial_ptr,
+    sums_ptr,
     M,
     K,
     M_padded,
@@ -75,16 +78,16 @@ def _cast_kernel(
         tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     if BIAS:
         for half in tl.static_range(HALVES):
-            partial_pointers = partial_ptr + tile_m * (HALVES * K) + half * K + k
+            sums_pointers = sums_ptr + tile_m * (HALVES * K) + half * K + k
             x = tiles[half].to(tl.float32)
-            tl.store(partial_pointers, sum_group(x), mask=(tile_m * BLOCK_M < M) & (k < K))
+            tl.store(sums_pointers, sum_group(x), mask=(tile_m * BLOCK_M < M) & (k < K))
     if LOAD_FIRST is not None:
         tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     if amax_ptr is None:
         col_blocks = tl.cdiv(K, BLOCK_C)
         blocks = tl.cdiv(M, BLOCK_R) * col_blocks
         places = (operands, M, K, blocks, col_blocks)
-        amax = amax_of_blocks(places, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, 3)
+        amax = amax_of_blocks(places, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, _AMAX_STAGES)
     else:
         amax = load_amax(amax_ptr, P, BLOCK_P)
     multiplier = multiplier_of(amax, epsilon, FMT_MAX, POWER_2)
@@ -122,17 +125,20 @@ BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
 _AMAX_VALUES, _AMAX_VALUES_OF_A_WARP = 4096, 1024
 """Values of which a program finds the amax at a time, where it finds all of it: as many as fit the registers."""
-_FEW = 2**16
 _NARROWEST, _WIDEST = 16, 1024
+"""Columns of such a block, a power of two between these: few shapes, and whole cache lines."""
+_FEW_BLOCKS = 16
+"""Of so many blocks each program finds the amax: estimated at a launch's time on a Hopper's host, not measured."""
 
 
 def finds_amax(M: int, K: int) -> bool:
     """Whether a cast of so many values finds their amax in the same launch."""
-    return M * K <= _FEW
+    rows, columns = amax_block(K, halves=1, num_warps=_AMAX_VALUES // _AMAX_VALUES_OF_A_WARP)
+    return cdiv(M, rows) * cdiv(K, columns) <= _FEW_BLOCKS
 
 
 def amax_block(width: int, halves: int, num_warps: int) -> tuple[int, int]:
-    """Rows and columns of a block of values of which the amax is found: few shapes, so that few kernels are built."""
+    """Rows and columns of a block of values of which the amax is found."""
     columns = min(max(1 << (width - 1).bit_length(), _NARROWEST), _WIDEST)
     values = min(_AMAX_VALUES_OF_A_WARP * num_warps, _AMAX_VALUES) // halves
     return max(values // columns, 1), columns
@@ -161,19 +167,21 @@ def cast_launch(
     amax_P: Tensor | None,
     quantizer: str,
     outputs: tuple[Tensor | None, Tensor | None, Tensor],
-    partial_GK: Tensor | None,
+    sums: Tensor | None,
     config: Config | None,
 ) -> None:
-    """Fill `row_data`, `column_data`, `scale` and the partial sums: the launch of every kernel that casts."""
+    """Fill `row_data`, `column_data`, `scale` and the sums of groups: the launch of every kernel that casts."""
     row_data, column_data, scale = outputs
     rule: Float8CurrentScalingQuantizer = decode(quantizer)
     kernel, halves, (M, K) = source.kernel(tensors), source.halves, source.shape(tensors)
-    bias = partial_GK is not None
+    bias = sums is not None
     block_m, block_k, num_warps, maxnreg = config or _config(source, tensors, column_data is not None, bias)
     M_padded, K_padded, width = pad_contraction(M), pad_contraction(K), K // halves
     tiles_k = cdiv(K_padded - (halves - 1) * width, block_k)
-    copies = (column_data if row_data is None else row_data, column_data, partial_GK)
-    amax_blocks = (None, None) if amax_P is not None else amax_block(width, halves, num_warps)
+    copies = (column_data if row_data is None else row_data, column_data, sums)
+    amax_blocks: tuple[int | None, int | None] = (None, None)
+    if amax_P is None:
+        amax_blocks, maxnreg = amax_block(width, halves, num_warps), None  # the second loop needs registers too
     parts = 0 if amax_P is None else amax_P.numel()
     sizes = (M, width, M_padded, K_padded, parts, rule.amax_epsilon)
     load_first = load_plain_kept if bias and isinstance(source, Plain) else None
@@ -182,8 +190,17 @@ def cast_launch(
         _cast_kernel,
         max(cdiv(M_padded, block_m) * tiles_k, 1),  # the scale is written even without data
         (scale, kernel.operands, amax_P, *copies, *sizes),
-        (*kernel.constants(source.dtype), halves, load_first, *flags, block_m, block_k, BLOCK_P, *amax_blocks),
+        (
+            *kernel.constants(source.dtype),
+            halves,
+            load_first,
+            *flags,
+            block_m,
+            block_k,
+            BLOCK_P,
+            *amax_blocks,
+        ),
         num_warps=num_warps,
-        maxnreg=None if amax_P is None else maxnreg,
+        maxnreg=maxnreg,
         enable_fp_fusion=False,
     )

@@ -69,7 +69,7 @@ class LinearBackwardArgs:
         grad_output: `[..., N]`; None: only an extra output before the layer was used.
         input: what forward kept of the input; None: wgrad doesn't run.
         weight: `[N, K]`; None: dgrad doesn't run.
-        weight_statistics: of the weight's quantizer, from forward.
+        weight_statistics: of the weight's quantizer, from forward; None: they are found again.
         main_grad: `[N, K]`, where wgrad goes.
         ticket: of the store where backward leaves wgrad's operands, instead of multiplying them.
         leading: leading axes of the input.
@@ -79,7 +79,7 @@ class LinearBackwardArgs:
         weight_shape, weight_dtype: of the weight.
         weight_quantizer, grad_output_quantizer, override, fast_dgrad, fast_wgrad: as `backward_precision` gives them.
         input_quantizer: casts the input, which forward kept as it was; None: nothing to cast.
-        input_statistics: of that quantizer, from forward.
+        input_statistics: of that quantizer, from forward; None: it has none.
         input_requires_grad, weight_requires_grad: whether dgrad and wgrad run.
         accumulate: add to `main_grad` instead of overwriting it.
         placeholder_grad: in eager mode, return a weight gradient of undefined content.

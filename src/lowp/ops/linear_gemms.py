@@ -85,8 +85,8 @@ def fprop(args: LinearForwardArgs) -> tuple[Tensor, tuple[Tensor, ...]]:
 
     Returns:
         y: `[..., N]`.
-        aux: fresh tensors: the input's copy that backward reads and its scale, where this call makes one; the weight's
-            statistics, where they are kept and cost a pass of their own.
+        aux: fresh tensors: the input's copy that backward reads and its scale, where this call makes one, or its
+            statistics; those of the weight, where they are kept and cost a pass of their own.
     """
     x, parallel = args.input, args.parallel
     leading = x.row[0].shape[:-1] if isinstance(x, Quantized) else x.shape[:-1]
@@ -123,6 +123,7 @@ def _start_input(args: LinearForwardArgs) -> Callable[[], tuple[Quantized, tuple
     assert args.input_quantizer is not None
     x_MK, spec = as_matrix(x).to(args.dtype), args.input_quantizer
     if not args.parallel.gathers("column"):
+        # whatever the size, which may be symbolic
         statistics = measure(x_MK, spec) if args.keep_statistics else None
         operand = cast_operand(x_MK, statistics, spec, row=True, column=args.keep_column)
         return lambda: (operand, _kept(args, operand, operand, statistics))
@@ -219,7 +220,7 @@ def dgrad(args: LinearBackwardArgs, dy: Tensor | Quantized, w: Tensor | Quantize
 
 
 def _cast_weight(args: LinearBackwardArgs, *, row: bool, column: bool) -> Quantized:
-    """The weight as fprop read it: cast again with the statistics of the forward pass."""
+    """The weight as fprop read it: cast again, with the statistics of the forward pass where these were kept."""
     assert args.weight is not None
     assert args.weight_quantizer is not None
     return cast_operand(args.weight, args.weight_statistics, args.weight_quantizer, row=row, column=column)

@@ -133,8 +133,8 @@ def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any
 def _as_output(x: Tensor, requires_grad: bool) -> Tensor:
     """What an operation made, as an extra output: a view in traced code, where it may be a saved tensor as well.
 
-    torch 2.11 loses the gradient of a traced Function's output that the Function also saves, and marks views as not
-    differentiable in vain. Remove with torch 2.11.
+    In code that torch 2.11 traces, an output of a Function that it also saves loses its gradient, and
+    `mark_non_differentiable` has no effect on a view. Remove with torch 2.11.
     """
     return x.view_as(x) if requires_grad and torch.compiler.is_compiling() else x
 

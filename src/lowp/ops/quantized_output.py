@@ -65,7 +65,7 @@ class _Quantize(torch.autograd.Function):
         """Data, scale and anchor."""
         with torch.autocast(y.device.type, enabled=False):
             data, scale = quantize_operand(as_matrix(y), quantizer, row=True, column=False).row
-        if data.shape[1] != y.shape[-1]:
+        if data.shape[1] != y.shape[-1]:  # else torch 2.11, tracing, takes what `contiguous` gives for differentiable
             data = data[:, : y.shape[-1]].contiguous()
         data = with_leading(data, y.shape[:-1])
         ctx.mark_non_differentiable(data, scale)

@@ -67,6 +67,7 @@ def test_shapes_compiled(weight, shape, dtype, recipe, main_grad, boundary):
 OVERRIDDEN = [(3, 10, 32), (5, 3, 2, 32), (1, 1, 3, 32), (3, 32), (30, 32), (1, 30, 32)]
 
 
+@pytest.mark.usefixtures("either_amax")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", OVERRIDDEN, ids=str)

@@ -45,7 +45,7 @@ class ModuleCase:
         layers: linear layers, in order; the first one's K is the module's input.
         reference: builds torch's own module.
         lowp: builds lowp's, with parameters in the same order as the reference's.
-        norm: whether it begins with one, whose weight is the first parameter.
+        norm_parameters: how many the norm has that it begins with; they come first. 0: there is no norm.
         host: report the time on the host, in us, on sizes where the device's time doesn't matter.
     """
 
@@ -54,7 +54,7 @@ class ModuleCase:
     layers: tuple[Layer, ...]
     reference: Callable[[], nn.Module]
     lowp: Callable[[], nn.Module]
-    norm: bool = False
+    norm_parameters: int = 0
     host: bool = False
 
     def flop(self, tokens: int) -> int:
@@ -91,7 +91,7 @@ def norm_linear(k: int, n: int, tokens: tuple[int, ...]) -> ModuleCase:
         layers=(Layer(n=n, k=k),),
         reference=lambda: nn.Sequential(nn.RMSNorm(k, eps=1e-5), nn.Linear(k, n, bias=False)),
         lowp=lambda: lowp.LayerNormLinear(k, n, normalization="RMSNorm", bias=False),
-        norm=True,
+        norm_parameters=1,
     )
 
 
@@ -105,7 +105,7 @@ def swiglu_mlp(k: int, f: int, tokens: tuple[int, ...]) -> ModuleCase:
             nn.RMSNorm(k, eps=1e-5), nn.Linear(k, 2 * f, bias=False), SwiGLU(), nn.Linear(f, k, bias=False)
         ),
         lowp=lambda: lowp.LayerNormMLP(k, f, normalization="RMSNorm", activation="swiglu", bias=False),
-        norm=True,
+        norm_parameters=1,
     )
 
 
@@ -117,7 +117,7 @@ def gelu_mlp(k: int, f: int, tokens: tuple[int, ...]) -> ModuleCase:
         layers=(Layer(n=f, k=k, grad_values=2 * f), Layer(n=k, k=f)),
         reference=lambda: nn.Sequential(nn.LayerNorm(k), nn.Linear(k, f), nn.GELU("tanh"), nn.Linear(f, k)),
         lowp=lambda: lowp.LayerNormMLP(k, f, activation="gelu"),
-        norm=True,
+        norm_parameters=2,
     )
 
 

@@ -1,7 +1,7 @@
 """Results are checked before anything is timed, against the same module in fp32.
 
     error = |actual - expected| / |expected| in the L2 norm
-    bound = sqrt(eps_a^2 + eps_b^2) / sqrt(12) + eps_bf16      for the product of operands of formats a and b
+    bound = (sqrt(eps_a^2 + eps_b^2) / sqrt(12) + eps_bf16) * linear layers     for operands of formats a and b
 
 Rounding to nearest is off by at most half of the format's eps, relative to the value, and evenly spread: its root mean
 square is at most eps / sqrt(12). Errors of different values are independent, so a sum's relative error is no larger.
@@ -44,16 +44,16 @@ def bound(name: str, expected: Tensor, case: ModuleCase, recipe: Recipe | None) 
 
     Args:
         name: of the result, as `results` gives it.
-        expected: the result in fp32; the gradient of the one layer's bias is of values that are not quantized.
+        expected: the result in fp32. The gradient of an only layer's bias is of values that are not quantized; those of
+            a norm's parameters are of dgrad's, as the input's is.
         case: errors of one linear layer pass through the next, so the bound grows with their number.
         recipe: None: bf16.
     """
     roles: dict[str, tuple[Role, Role]] = {"output": ("input", "weight"), "input": ("grad_output", "weight")}
-    if case.norm:
-        roles["parameter 0"] = roles["input"]
+    roles |= {f"parameter {index}": roles["input"] for index in range(case.norm_parameters)}
     operands = roles.get(name, ("grad_output", "input"))
-    a_bias_alone = expected.ndim == 1 and len(case.layers) == 1 and name not in roles
-    if recipe is None or a_bias_alone:
+    bias_alone = expected.ndim == 1 and len(case.layers) == 1 and name not in roles
+    if recipe is None or bias_alone:
         return _BF16_EPS * len(case.layers)
     eps = [recipe.quantizer(role).fmt.eps for role in operands]
     return (math.hypot(*eps) / math.sqrt(12) + _BF16_EPS) * len(case.layers)

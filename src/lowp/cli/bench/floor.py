@@ -102,8 +102,8 @@ def _ceiling(recipe: Recipe, gemm: Gemm) -> Ceiling:
 
 
 def _moved_bytes(case: ModuleCase, tokens: int, recipe: Recipe) -> int | None:
-    """Bytes that quantization and whatever else the case states must read and write."""
-    moved = _NORM_VALUES * tokens * case.layers[0].k * BF16_BYTES if case.norm else 0
+    """Bytes that quantization and the norm's backward must read and write."""
+    moved = _NORM_VALUES * tokens * case.layers[0].k * BF16_BYTES if case.norm_parameters else 0
     for layer in case.layers:
         n, k = layer.n, layer.k
         sizes: dict[Role, int] = {"input": tokens * k, "weight": n * k, "grad_output": tokens * n}
@@ -113,6 +113,6 @@ def _moved_bytes(case: ModuleCase, tokens: int, recipe: Recipe) -> int | None:
             if reads is None:
                 return None
             values = sources.get(role)
-            read = elements if values is None else tokens * values
-            moved += reads * read * BF16_BYTES + 2 * elements * FP8_BYTES
+            source_elements = elements if values is None else tokens * values
+            moved += reads * source_elements * BF16_BYTES + 2 * elements * FP8_BYTES
     return moved

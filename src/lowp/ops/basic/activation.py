@@ -2,7 +2,8 @@
 
 One operation runs every entry of `lowp.kernels.activations.ACTIVATIONS`; the classes below name them. Forward saves the
 input. Where a neighbour reads its operand quantized, neither the activated values nor the gradient are ever written:
-one pass finds the amax and another casts, and both work the values out where they need them.
+one pass finds the amax and another casts (of few values one does both), and they work the values out where they need
+them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Shape legend: M = tokens, all leading axes together; N = out_features; K = in_features. Under a recipe each GEMM reads
 quantized operands, padded along its contraction axis, so that any M, N and K run. Forward keeps for wgrad the
 transposed quantized input alone, unless the recipe overrides backward or the input is gathered again; the weight is
-cast again in backward with the statistics of its forward.
+cast again in backward, a large one with the amax that forward found.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class BasicLinear(LinearWeight):
 
     @classmethod
     def forward_compute(cls, args: LinearForwardArgs, *, in_custom_op: bool = False) -> Any:
-        """Fprop; aux: the input's kept copy and its scale where one is made, the weight's statistics."""
+        """Fprop; aux: that of `linear_gemms.fprop`."""
         output, aux = gemms.fprop(args)
         return output, ((),), aux
 
