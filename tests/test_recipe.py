@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
+from lowp.ambient import current_amax_reduction_group
 from lowp.formats import E4M3, E5M2
-from lowp.quantization import current_amax_reduction_group
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.recipe import GEMMS, ROLES, Float8CurrentScaling, Format, MMParams, QParams
 from lowp.values import decode

@@ -482,7 +482,7 @@ def test_main_grad(ranks: Ranks):
 
 def test_amax_reduction_group_is_carried():
     """Current scaling needs no agreement; the group that another recipe would use is in force inside, and nests."""
-    current = lowp.quantization.current_amax_reduction_group
+    current = lowp.ambient.current_amax_reduction_group
     outer, inner = object(), object()
     assert current() is None
     with lowp.autocast(amax_reduction_group=outer):

@@ -12,6 +12,7 @@ from lowp.kernels import bias_grad as bias_grad_kernel
 from lowp.kernels import cast as cast_module
 from lowp.kernels import cast_kernel
 from lowp.kernels.activated import ActivationGradient, activated, activation_gradient
+from lowp.kernels.activations import ACTIVATIONS
 from lowp.kernels.amax import amax
 from lowp.kernels.bias_grad import GROUP, bias_grad
 from lowp.kernels.cast import cast, cast_bias_grad
@@ -20,7 +21,7 @@ from lowp.kernels.normalized import Normalized, normalized
 from lowp.kernels.sources import PLAIN, Plain, Source, as_source, produce_ref
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.values import decode
-from tests.kernels.layouts import bits
+from tests.kernels.layouts import all_values, bits
 from tests.kernels.sources import LAYOUTS, SOURCES, relayout
 
 COPIES = {"row": (True, False), "column": (False, True), "both": (True, True)}
@@ -238,3 +239,30 @@ def test_every_consumer_checks_its_source(call):
 
 def test_formats_of_the_quantizers_here():
     assert [q.fmt for q in QUANTIZERS] == [E4M3, E5M2]
+
+
+RISING = ["gelu", "qgelu", "silu", "relu", "srelu"]
+
+
+@pytest.mark.parametrize("scale", [2.0**-7, 0.1, 1.0, 100.0, 2.0**80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", RISING)
+def test_the_amax_of_a_rising_activation(device, name, dtype, scale):
+    """Of small values too, whose negative ones count; of values that overflow; beside what is not finite."""
+    x = (torch.randn(90, 1500) * min(scale, torch.finfo(dtype).max / 8)).to(dtype)
+    x[3, 4], x[5, 6], x[7, 8] = torch.nan, torch.inf, -torch.inf
+    for part in (x, -x.abs(), x[:, ::3], x.t(), x[:1, :1], x[:0]):
+        source = activated(part.to(device), name)
+        assert torch.equal(amax(source).max(), amax(materialize(source)).max())
+
+
+def test_which_activations_rise():
+    """From 0.5 on, above all magnitudes below: in fp64, on every bf16 number."""
+    x = all_values(torch.bfloat16).flatten().double()
+    x = x[x.isfinite()].sort().values
+    for activation in ACTIVATIONS.values():
+        value = activation.function.ref(x, tuple(activation.defaults.values()))[0]
+        upper, lower = value[x >= 0.5], value[x < 0.5]
+        rises = bool((upper.diff() >= 0).all() and lower.abs().max() < upper[0])
+        assert activation.function.rising <= rises, "said to rise, and doesn't"
+        assert activation.gate is not None or activation.function.rising == rises

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lowp.ambient import current_recipe
 from lowp.distributed.shapes import ParallelMode
 from lowp.distributed.sharding import Initialization
 from lowp.errors import require
@@ -32,7 +33,6 @@ from lowp.modules.options import (
 )
 from lowp.ops.group import OperationGroup
 from lowp.ops.quantized_output import quantize_output
-from lowp.quantization import current_recipe
 from lowp.recipe import Recipe
 
 

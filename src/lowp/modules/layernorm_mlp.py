@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from lowp.ambient import autocast, current_recipe
 from lowp.distributed.sharding import Initialization
 from lowp.modules.normalized import NormName, NormOptions
 from lowp.modules.options import (
@@ -30,7 +31,6 @@ from lowp.modules.options import (
 )
 from lowp.ops.basic.activation import Activation
 from lowp.ops.group import OperationGroup
-from lowp.quantization import autocast, current_recipe
 from lowp.recipe import Recipe
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowp.ambient import autocast_is_entered, autocast_was_entered, current_recipe
 from lowp.errors import fail
 from lowp.ops.describe import describe
 from lowp.ops.op import DIRECTIONS, computes_as
@@ -14,7 +15,6 @@ from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
 from lowp.ops.replay import Replays
-from lowp.quantization import autocast_is_entered, autocast_was_entered, current_recipe
 from lowp.recipe import Recipe
 from lowp.torch_compat import backward_is_running, forward_ad_is_active
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp.ambient import autocast, current_recipe
 from lowp.ops.basic_op import BasicOperation, ViewOperation
 from lowp.ops.fuser import OperationFuser
 from lowp.ops.group import OperationGroup
-from lowp.quantization import autocast, current_recipe
 from lowp.recipe import Recipe
 
 
