@@ -83,7 +83,7 @@ class OperationFuser:
         if recipe is not None:
             return recipe
         if torch.compiler.is_compiling():
-            from lowp.ops.island import traced_in_backward
+            from lowp.ops.traced import traced_in_backward
 
             if traced_in_backward() and not autocast_is_entered() and autocast_was_entered():
                 raise _no_recipe("compiled", "in that call or around it")
@@ -188,7 +188,7 @@ class OperationFuser:
         if torch.compiler.is_compiling():
             reason = _unsupported_reason(call.plan)
             if reason is not None:
-                from lowp.ops.island import apply_eagerly
+                from lowp.ops.traced import apply_eagerly
 
                 torch._dynamo.graph_break(msg=reason)  # `fullgraph=True` raises with the reason
                 return apply_eagerly(self, call, tensors)

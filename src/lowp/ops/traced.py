@@ -1,4 +1,4 @@
-"""What traced code runs outside of the graph. Nothing else imports this module: it imports Dynamo."""
+"""What traced code alone uses. Nothing else imports this module: it imports Dynamo."""
 
 from __future__ import annotations
 
