@@ -48,8 +48,9 @@ class LayerNormLinear(OperationGroup):
         zero_centered_gamma: the norm's weight is stored as its difference from 1.
         return_layernorm_output: return the norm's output too, as the last of a tuple.
         return_layernorm_output_gathered: that of all ranks, where `sequence_parallel` splits the tokens.
-        device, dtype, params_dtype, recipe, return_bias, tp_group, tp_size, sequence_parallel, parameters_split,
-            init_method, get_rng_state_tracker, fuse_wgrad_accumulation, delay_wgrad_compute: as for `Linear`.
+        device, dtype, params_dtype, recipe, return_bias, tp_group, tp_size, sequence_parallel: as for `Linear`.
+        parameters_split, init_method, get_rng_state_tracker: as for `Linear`.
+        fuse_wgrad_accumulation, delay_wgrad_compute: as for `Linear`.
         parallel_mode: None or "column".
         **arguments: of Transformer Engine's LayerNormLinear, refused where they ask for anything.
 

@@ -53,8 +53,8 @@ class LayerNormMLP(OperationGroup):
         set_parallel_mode: split the first linear layer by "column" and the second one by "row" over `tp_group`.
         output_layer_init_method: `init_method` of the second linear layer.
         checkpoint: keep nothing but the input, and run forward again in backward, under the same recipe.
-        device, dtype, params_dtype, recipe, tp_group, tp_size, sequence_parallel, init_method, get_rng_state_tracker,
-            fuse_wgrad_accumulation, delay_wgrad_compute: as for `Linear`.
+        device, dtype, params_dtype, recipe, tp_group, tp_size, sequence_parallel: as for `Linear`.
+        init_method, get_rng_state_tracker, fuse_wgrad_accumulation, delay_wgrad_compute: as for `Linear`.
         **arguments: of Transformer Engine's LayerNormMLP, refused where they ask for anything.
 
     Attributes:
