@@ -99,10 +99,8 @@ class Activated(_OfActivation):
     def kernel(self, tensors: Tensors) -> Kernel:
         """One load, or one of each half."""
         kernel = self.kernel_of(load_activated, matrix_operands(tensors[0], self.gated))
-        if self.gated or not self.entry.function.rising:
-            return kernel
         coarse = tensors[0].element_size() == 2  # two values differ by more than the function's own rounding
-        return kernel._replace(rising=coarse)
+        return kernel._replace(rising=coarse and self.entry.function.rising and not self.gated)
 
 
 @dataclass(frozen=True, kw_only=True)

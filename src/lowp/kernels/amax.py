@@ -66,6 +66,35 @@ def amax_ref(x: Tensor) -> Tensor:
 
 
 @jit
+def _largest_of_blocks(
+    places,
+    first,
+    step,
+    LOAD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATE: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """At each place of a block, the largest finite magnitude; SIGNED: the largest finite value, and at least 0."""
+    operands, rows, cols, blocks, col_blocks = places
+    largest_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for block in tl.range(first, blocks, step, num_stages=STAGES):
+        r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        tiles = LOAD(operands, r, c, rows, cols, DTYPE, FUNCTION, GATE, PARAMS)
+        for half in tl.static_range(len(tiles)):
+            x = tiles[half].to(tl.float32)
+            finite = tl.fma(x, 0.0, x)  # NaN where x is not, which counts for none
+            largest_RC = tl.maximum(largest_RC, finite if SIGNED else tl.abs(finite))
+    return largest_RC
+
+
+@jit
 def amax_of_blocks(
     places,
     first,
@@ -80,38 +109,11 @@ def amax_of_blocks(
     STAGES: tl.constexpr,
 ):
     """The largest finite magnitude in every `step`-th block of a source, from the `first` one on."""
-    operands, rows, cols, blocks, col_blocks = places
-    amax_RC = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for block in tl.range(first, blocks, step, num_stages=STAGES):
-        r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        tiles = LOAD(operands, r, c, rows, cols, DTYPE, FUNCTION, GATE, PARAMS)
-        for half in tl.static_range(len(tiles)):
-            x = tiles[half].to(tl.float32)
-            amax_RC = tl.maximum(amax_RC, tl.abs(tl.fma(x, 0.0, x)))  # NaN where x is not finite, which counts for none
-    return tl.max(amax_RC)
-
-
-@jit
-def largest_inputs(
-    places,
-    first,
-    step,
-    LOAD: tl.constexpr,
-    PARAMS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The largest finite input of an activation in these blocks, at each place of a block."""
-    operands, rows, cols, blocks, col_blocks = places
-    top_RC = tl.full([BLOCK_R, BLOCK_C], float("-inf"), tl.float32)
-    for block in tl.range(first, blocks, step, num_stages=STAGES):
-        r = (block // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        c = (block % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        x = LOAD(operands, r, c, rows, cols, tl.float32, identity, None, PARAMS)[0]
-        top_RC = tl.maximum(top_RC, tl.fma(x, 0.0, x))
-    return top_RC
+    return tl.max(
+        _largest_of_blocks(
+            places, first, step, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, STAGES, SIGNED=False
+        )
+    )
 
 
 @jit
@@ -135,7 +137,9 @@ def _amax_kernel(
     part, step = tl.program_id(0), tl.num_programs(0)
     places = (operands, rows, cols, blocks, col_blocks)
     if RISING:
-        top_RC = largest_inputs(places, part, step, LOAD, PARAMS, BLOCK_R, BLOCK_C, STAGES)
+        top_RC = _largest_of_blocks(
+            places, part, step, LOAD, tl.float32, identity, None, PARAMS, BLOCK_R, BLOCK_C, STAGES, SIGNED=True
+        )
         y, _ = FUNCTION(top_RC, PARAMS)
         amax = tl.max(tl.where(top_RC >= RISES_FROM, rounded(y, DTYPE), 0.0))
         if (amax == 0.0) | (amax == float("inf")):
