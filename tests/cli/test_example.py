@@ -1,24 +1,15 @@
 """The demo's model and the same in torch.nn alone: equal values, and a short difference that is kept up to date."""
 
 import difflib
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from lowp.cli.demo import model as lowp_model
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).parents[2]
 TORCH, LOWP = "examples/byte_model_torch.py", "src/lowp/cli/demo/model.py"
 SIZE = {"layers": 2, "width": 64, "heads": 4, "hidden": 96, "sequence": 32}
-
-
-def torch_model():
-    spec = importlib.util.spec_from_file_location("byte_model_torch", ROOT / TORCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def difference():
@@ -52,7 +43,7 @@ def test_it_computes_what_torch_computes(autocast, monkeypatch):
         real = torch.autocast
         monkeypatch.setattr(torch, "autocast", lambda device, **options: real(device, enabled=False))
     torch.manual_seed(0)
-    models = torch_model().ByteModel(**SIZE), lowp_model.ByteModel(**SIZE)
+    models = load(TORCH).ByteModel(**SIZE), lowp_model.ByteModel(**SIZE)
     with torch.no_grad():
         for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
             ours.copy_(theirs)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.ranks import Ranks, alone, device, world
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE, BENCHMARK = ROOT / "examples" / "train_tensor_parallel.py", ROOT / "benchmarks" / "tensor_parallel.py"
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+EXAMPLE, BENCHMARK = "examples/train_tensor_parallel.py", "benchmarks/tensor_parallel.py"
 
 
 def losses(recipe: str, steps: int, backend: str | None) -> list[list[float]]:
@@ -71,7 +59,7 @@ def test_torchrun(nproc, tmp_path):
     options = ["--steps=10", "--layers=1", "--width=32", "--hidden=64", "--sequence=16", f"--save={tmp_path}"]
     for script, arguments in ((EXAMPLE, options), (BENCHMARK, ["--quick"])):
         result = subprocess.run(
-            [*command, str(script), *arguments], capture_output=True, text=True, check=False, timeout=280
+            [*command, str(ROOT / script), *arguments], capture_output=True, text=True, check=False, timeout=280
         )
         assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lowp
+from lowp.cli.bench.cases import gelu_mlp, norm_linear, swiglu_mlp
 from tests.modules.cases import CASES, FFN, K, batch, build, call_of
 from tests.ops import oracle
 from tests.ops.graphs import CountOps, PeakMemory, saved_tensors
@@ -192,19 +193,15 @@ def test_saved_tensors_are_let_go_one_by_one(keep_graph, monkeypatch, device):
     assert alive == [[True, True], [True, keep_graph]]
 
 
-SIZE = 128
-LARGE = {
-    "RMSNorm + linear": lambda **kw: lowp.LayerNormLinear(SIZE, 192, normalization="RMSNorm", bias=False, **kw),
-    "SwiGLU": lambda **kw: lowp.LayerNormMLP(SIZE, 448, normalization="RMSNorm", activation="swiglu", bias=False, **kw),
-    "GELU": lambda **kw: lowp.LayerNormMLP(SIZE, 512, **kw),
-}
-"""Modules of a Llama-8B block and of a GPT's, and the tokens of a step, at a 32nd of their sizes."""
+LARGE = [norm_linear(128, 192, (512,)), swiglu_mlp(128, 448, (512,)), gelu_mlp(128, 512, (512,))]
+"""The modules that `lowp bench` measures, at a 32nd of their sizes and tokens."""
 
 
-def peak_of_a_step(module, recipe, device):
+def peak_of_a_step(case, recipe, device):
     """Bytes that forward and backward hold beside the input, the output's gradient and the parameters."""
-    x = torch.randn(512, SIZE, device=device, dtype=DTYPE, requires_grad=True)
-    dy = torch.randn_like(module(x))
+    module = case.lowp().to(device, DTYPE)
+    x = torch.randn(*case.tokens, case.layers[0].k, device=device, dtype=DTYPE, requires_grad=True)
+    dy = torch.randn(*case.tokens, case.layers[-1].n, device=device, dtype=DTYPE)
     memory = PeakMemory()
     memory.ignore(x, dy, *module.parameters())
     with memory, lowp.autocast(enabled=recipe is not None, recipe=recipe):
@@ -212,8 +209,7 @@ def peak_of_a_step(module, recipe, device):
     return memory.peak
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_a_step_holds_no_more_than_in_bf16(name, device):
-    module = LARGE[name](device=device, dtype=DTYPE)
-    in_bf16, quantized = (peak_of_a_step(module, recipe, device) for recipe in (None, oracle.HYBRID))
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_a_step_holds_no_more_than_in_bf16(case, device):
+    in_bf16, quantized = (peak_of_a_step(case, recipe, device) for recipe in (None, oracle.HYBRID))
     assert quantized <= in_bf16

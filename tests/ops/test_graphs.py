@@ -5,7 +5,6 @@ import torch
 
 import lowp
 from lowp import ops
-from lowp.kernels import cast_kernel
 from tests.ops import oracle
 from tests.ops.graphs import Graphs, lowp_ops, other_ops
 from tests.ops.pipelines import linear_bias
@@ -120,15 +119,13 @@ def test_nodes_with_frozen_parameters(frozen, device):
     assert captured(module, x) == (["ForwardLinearBias_forward"], FROZEN[frozen])
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_kernels_are_the_nodes_at_the_kernel_boundary(few, device, monkeypatch):
+def test_kernels_are_the_nodes_at_the_kernel_boundary(either_amax, device):
     """The amax of few values is found by whoever casts them; that of a larger weight is kept for dgrad."""
-    monkeypatch.setattr(cast_kernel, "_FEW_BLOCKS", 16 if few else 0)
     module = linear_bias(device=device, dtype=DTYPE, recipe=oracle.HYBRID)
     x = torch.randn(16, 32, device=device, dtype=DTYPE, requires_grad=True)
     with lowp.compile_boundary("kernel"):
         forward, backward = captured(module, x)
-    assert forward == ["cast", *["amax"] * (not few), "cast", "scaled_gemm"]
+    assert forward == ["cast", *["amax"] * (either_amax == "amax kept"), "cast", "scaled_gemm"]
     assert backward == ["cast_bias_grad", "scaled_gemm", "cast", "scaled_gemm"]  # wgrad first, then dgrad
 
 
