@@ -44,7 +44,8 @@ class Draw:
 
     Args:
         device: of the tensors.
-        exact: draw multiples of 1/2 up to 3.5, which a quantizer keeps and whose sums of products are exact.
+        exact: draw multiples of 1/2 up to 1, and one 3.5, which a quantizer keeps: sums of products are exact, also
+            rounded to bf16 before something is added.
     """
 
     def __init__(self, device: str, exact: bool) -> None:
@@ -54,7 +55,7 @@ class Draw:
 
     def __call__(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         if self.exact:
-            x = torch.randint(-7, 8, shape, generator=self.generator) * 0.5
+            x = torch.randint(-2, 3, shape, generator=self.generator) * 0.5
             x.reshape(-1)[:1] = 3.5
         else:
             x = torch.randn(shape, generator=self.generator) * 0.37

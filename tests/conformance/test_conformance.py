@@ -182,7 +182,7 @@ def test_one_graph_serves_all_numbers_of_rows(name, device):
     label = list(SAMPLES[name])[-1]
     graphs = CompileCounter()
     call = compiled(name, dynamic=True, backend=graphs)
-    for rows in (11, 2, 16, 33):  # the first one equals no other size
+    for rows in (37, 2, 16, 33):  # neither the first one nor what is padded to it equals another size
         args = make(name, label, device, rows)
         assert_same(run(call, args), run(REGISTRY[name].overload, args))
         assert graphs.frame_count == 1
@@ -322,7 +322,10 @@ def test_cuda_equals_cpu(name, label, rows):
     for a, b in zip(actual, expected, strict=True):
         if (sums or one_step) and a is not None and a.dtype in HIGH_PRECISION:  # cuBLAS may round a sum twice
             step = torch.bfloat16 if one_step else a.dtype
-            torch.testing.assert_close(a, b, rtol=torch.finfo(step).eps, atol=0)
+            bounds = {"rtol": torch.finfo(step).eps, "atol": 0.0}
+            if "norm" in name.lower() and a.dtype == torch.float32:  # means of values up to 3.5, in another order
+                bounds = {"rtol": 4 * torch.finfo(step).eps, "atol": 4 * torch.finfo(step).eps}
+            torch.testing.assert_close(a, b, **bounds)
         elif one_step and a is not None and a.dtype in FP8:
             assert (oracle.steps(a.view(torch.uint8), b.view(torch.uint8)) <= 1).all()
         else:

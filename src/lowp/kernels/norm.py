@@ -193,18 +193,22 @@ _RESIDENT = 132 * 16384
 
 @lru_cache
 def config_for(K: int, itemsize: int, *, centered: bool, amax: bool) -> Config | LongConfig:
-    """The launch parameters for rows of K features of so many bytes."""
+    """The launch parameters for rows of K features of so many bytes.
+
+    Sums over a row are in an order that follows from `num_warps`: it is the same with an amax as without.
+    """
     block_k = power_of_2(K)
     if block_k > LONGEST:
         return LONG._replace(programs=PARTIALS if amax else 0)
     block_m = min(max(TILE // block_k, 1), ROWS)
     tile = block_m * block_k
+    num_warps = 32 if tile == LONGEST else max(tile // 1024, 1)
     if not amax:
-        return Config(block_m, num_warps=max(tile // 1024, 1))
+        return Config(block_m, num_warps)
     programs = min(_RESIDENT // tile, PARTIALS)
     if tile == LONGEST:
-        return Config(block_m, 32, programs, prefetch=itemsize == 2)
-    return Config(block_m, max(tile // 1024, 1), programs, keep=not centered, prefetch=True)
+        return Config(block_m, num_warps, programs, prefetch=itemsize == 2)
+    return Config(block_m, num_warps, programs, keep=not centered, prefetch=True)
 
 
 def _norm_forward_launch(

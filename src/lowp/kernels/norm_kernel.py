@@ -18,6 +18,17 @@ _PARTIALS = constexpr(PARTIALS)
 
 
 @jit
+def columns_of(x_ptr, BLOCK_K: tl.constexpr):
+    """Columns `[1, BLOCK_K]`, of which no tensor is read or written more at a time than x allows.
+
+    Triton gives a thread as many neighbours as the narrowest of all elements allow, and adds a row up in an order that
+    follows from that: statistics would depend on the dtype of y, and on whether y is written.
+    """
+    at_once: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    return tl.max_contiguous(tl.arange(0, BLOCK_K)[None, :], [1, at_once])
+
+
+@jit
 def mean_of_rows(mean_RL, count_RL, share):
     """The mean of rows, from means and counts of their parts."""
     near = tl.sum(mean_RL * count_RL, 1, keep_dims=True) * share
@@ -82,7 +93,7 @@ def norm_kernel(
     PREFETCH: tl.constexpr,
 ):
     """Rows that fit into registers. KEEP: the parameters stay there too; PREFETCH: the next tile is read early."""
-    k = tl.arange(0, BLOCK_K)[None, :]
+    k = columns_of(x_ptr, BLOCK_K)
     in_row = tl.full([1, BLOCK_K], True, tl.int1) if EVEN else k < K
     w = tl.load(w_ptr + k, mask=in_row, other=0.0) if KEEP and (w_ptr is not None) else None
     b = tl.load(b_ptr + k, mask=in_row, other=0.0) if KEEP and (b_ptr is not None) else None
@@ -145,7 +156,7 @@ def norm_long_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Rows that don't: read once for the statistics of every BLOCK_K-th element, which are merged, and once for y."""
-    lane = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
+    lane = columns_of(x_ptr, BLOCK_K).to(tl.int64)
     largest = tl.zeros([1, BLOCK_K], tl.float32)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
         m = tl.full([1, 1], row, tl.int64)

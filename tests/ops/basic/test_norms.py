@@ -97,16 +97,20 @@ def test_one_node_per_direction(device):
 WANTED = [(i, w, b) for i in (0, 1) for w in (0, 1) for b in (0, 1) if i + w + b]
 
 
-@pytest.mark.parametrize("call", ["eager", "operation"])
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_only_wanted_gradients(wanted, call, device):
+def test_only_wanted_gradients(wanted, device):
+    """Sums over tokens may be made in another order where no input gradient is, so each is compared with float64."""
     module = build("layer", (19,), device)
     x, dy = batch((6,), (19,), torch.float32, device)
-    everything = step(module, module, x, dy)
+    reference = normal.step(x, module.weight, module.bias, dy, axes=1, kind="layer", eps=module.eps)
     for tensor, want in zip((x, module.weight, module.bias), wanted, strict=True):
         tensor.requires_grad_(bool(want))
-    results = step(module if call == "eager" else compiled(module), module, x, dy)
-    assert same(results, [everything[0], *[g if w else None for g, w in zip(everything[1:], wanted, strict=True)]])
+    results = step(module, module, x, dy)
+    for name, result, want in zip(("y", "dx", "dw", "db"), results, (1, *wanted), strict=True):
+        assert (result is not None) == bool(want)
+        if result is not None:
+            reference[name].check(result, name)
+    assert same(step(compiled(module), module, x, dy), results)
 
 
 @pytest.mark.parametrize("shape", [(0, 19), (3, 0), (0,)], ids=str)
