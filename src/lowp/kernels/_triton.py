@@ -43,10 +43,18 @@ class _Compiled:
         self._launch, self._fixed = _private_launcher(kernel)
 
     def __call__(self, stream: int, grid: tuple[int, int, int], *args: Any) -> None:
-        if _HOOKS.launch_enter_hook is None and _HOOKS.launch_exit_hook is None and self._launch is not None:
-            self._launch(*grid, stream, *self._fixed, *args)
-        else:  # a profiler's hooks
+        if self._launch is None or launches_are_hooked():
             self._kernel[grid](*args, stream=stream)
+        else:
+            self._launch(*grid, stream, *self._fixed, *args)
+
+
+def launches_are_hooked() -> bool:
+    """Whether something, a profiler say, wants to hear of launches: only Triton's own call tells it."""
+    for hook in (_HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):  # Triton 3.6 has a chain of hooks, mostly empty
+            return True
+    return False
 
 
 def _private_launcher(kernel: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -182,30 +182,38 @@ class Pipeline(torch.autograd.Function):
         return (output, *extra_outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
-        """Run the backward steps."""
-        call: Call = ctx.call
-        op_ctxs, counts = ctx.op_ctxs, ctx.saved_counts
-        tensors = [grad_output, *grad_extra_outputs, *ctx.saved_tensors]
-        del grad_output, grad_extra_outputs
-        if not torch.compiler.is_compiling():
-            release_saved_tensors(ctx)  # from here on `tensors` holds them, and what reads it lets go of each
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Run the backward steps; `create_graph=True` gives gradients that raise when they are differentiated."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return _backward_once(ctx, *grads)
+        return _backward(ctx, *grads)
 
-        def run() -> tuple[Any, tuple[()]]:
-            extra_counts = [op.num_extra_outputs for op in call.basic_ops]
-            grad, *grad_extra = split_groups(tensors, [1, *extra_counts])
-            saved = split_groups(tensors[1 + sum(extra_counts) :], counts)
-            tensors.clear()
-            ctxs = [BackwardContext(op_ctx, group) for op_ctx, group in zip(op_ctxs, saved, strict=True)]
-            del saved
-            grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad[0], grad_extra)
-            return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group]), ()
 
-        if ctx.key is None:
-            return run()[0]
-        key = layouts(tensors)
-        return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
+def _backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
+    call: Call = ctx.call
+    op_ctxs, counts = ctx.op_ctxs, ctx.saved_counts
+    tensors = [grad_output, *grad_extra_outputs, *ctx.saved_tensors]
+    del grad_output, grad_extra_outputs
+    if not torch.compiler.is_compiling():
+        release_saved_tensors(ctx)  # from here on `tensors` holds them, and what reads it lets go of each
+
+    def run() -> tuple[Any, tuple[()]]:
+        extra_counts = [op.num_extra_outputs for op in call.basic_ops]
+        grad, *grad_extra = split_groups(tensors, [1, *extra_counts])
+        saved = split_groups(tensors[1 + sum(extra_counts) :], counts)
+        tensors.clear()
+        ctxs = [BackwardContext(op_ctx, group) for op_ctx, group in zip(op_ctxs, saved, strict=True)]
+        del saved
+        grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad[0], grad_extra)
+        return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group]), ()
+
+    if ctx.key is None:
+        return run()[0]
+    key = layouts(tensors)
+    return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
+
+
+_backward_once = once_differentiable(_backward)  # it costs the host as much as planning
 
 
 def run_backward(
