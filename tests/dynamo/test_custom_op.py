@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowp.dynamo.custom_op import register_custom_op
 from lowp.dynamo.schema import Mutable, Sizes
@@ -363,3 +364,81 @@ def test_a_process_group_is_there_when_the_operator_runs(group):
     assert graphs.frames == 2
     (node,) = (node for node in graphs.inference[0].graph.nodes if "toy_reduced" in str(node.target))
     assert node.args[1] == group.group_name
+
+
+# ---- replays
+
+
+@dataclass
+class ReplayedArgs:
+    x: Tensor
+    sizes: Sizes
+    total: Mutable = None
+    factor: float = 2.0
+
+
+_computed: list[ReplayedArgs] = []
+
+
+def _replayed(args: ReplayedArgs) -> tuple[Any, ...]:
+    """The product, reshaped, and its sum; or the sum added to a total."""
+    _computed.append(args)
+    y = (args.x * args.factor).reshape(args.sizes)
+    if args.total is None:
+        return y, y.sum()
+    args.total.add_(y.sum())
+    return y, None
+
+
+toy_replayed = register_custom_op(
+    "toy_replayed", ReplayedArgs, _replayed, _replayed, ("tensor", "tensor"), replays=True
+)
+
+
+def _count(*args: Any, times: int = 4) -> int:
+    """How often arguments are computed on that differ in values only; each result is that of other values."""
+    _computed.clear()
+    for _ in range(times):
+        x, sizes, total, factor = torch.randn(*args[0]), *args[1:]
+        total = None if total is None else total.clone()
+        before = None if total is None else total.clone()
+        y, summed = toy_replayed(ReplayedArgs(x, sizes, total, factor))
+        assert torch.equal(y, (x * factor).reshape(sizes))
+        if total is None:
+            assert torch.equal(summed, y.sum())
+        else:
+            assert summed is None
+            assert torch.equal(total, before + y.sum())
+    return len(_computed)
+
+
+@pytest.mark.parametrize("total", [None, torch.ones(())])
+def test_layouts_and_values_that_were_seen_twice_are_replayed(total):
+    assert _count((4, 6), (6, 4), total, 2.0) == 2
+    assert _count((4, 6), (6, 4), total, 2.0) == 0
+    assert _count((4, 6), (3, 8), total, 2.0) == 2, "sizes are not tensors, but belong to the key"
+    assert _count((4, 6), (6, 4), total, 3.0) == 2
+    assert _count((2, 6), (6, 2), total, 2.0) == 2
+    assert _count((4, 6), (6, 4), total, 2.0) == 0
+
+
+def test_compiled_code_replays():
+    call = compile_(lambda x: toy_replayed(ReplayedArgs(x, (9, 1), None, 5.0)))
+    call(torch.randn(9))
+    _computed.clear()
+    for _ in range(3):
+        x = torch.randn(9)
+        assert torch.equal(call(x)[0], (x * 5.0).reshape(9, 1))
+    assert len(_computed) == 1  # the second run on real tensors
+
+
+def test_what_interposes_sees_all_operators():
+    """A dispatch mode, fake tensors say, gets every operator, not the program's."""
+    x = torch.randn(5)
+    for _ in range(3):
+        toy_replayed(ReplayedArgs(x, (5,), None, 7.0))
+    _computed.clear()
+    with FakeTensorMode() as mode:
+        y, _ = toy_replayed(ReplayedArgs(mode.from_tensor(x), (5,), None, 7.0))
+    assert isinstance(y, FakeTensor)
+    assert len(_computed) == 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowp
 from lowp import ops
 from lowp.ops import plan as planning
+from lowp.replay import Replays
 
 BOUNDARIES = ["operation", "kernel"]
 
@@ -108,6 +109,17 @@ def same_or_absent(results: list[Tensor | None], others: list[Tensor | None]) ->
         [b if a is None and b is not None and not b.any() else a for a, b in pairs],
         [a if b is None and a is not None and not a.any() else b for a, b in pairs],
     )
+
+
+@contextmanager
+def without_replays() -> Iterator[None]:
+    """Inside, every pass is an ordinary one."""
+    run = Replays.run
+    Replays.run = lambda self, function, tensors, key: function()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Replays.run = run  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp import ops
 from lowp.ops.basic.bias import Bias
-from lowp.ops.replay import Replays
 from lowp.recipe import Float8CurrentScaling
-from tests.ops.pipelines import linear_bias, same, step
+from lowp.replay import Replays
+from tests.ops.pipelines import linear_bias, same, step, without_replays
 
 RECIPES = [
     None,
@@ -24,17 +24,6 @@ RECIPES = [
     Float8CurrentScaling(backward_override="dequantized"),
     Float8CurrentScaling(backward_override="high_precision"),
 ]
-
-
-@contextmanager
-def without_replays():
-    """Inside, every pass is an ordinary one."""
-    run = Replays.run
-    Replays.run = lambda self, function, tensors, key: function()
-    try:
-        yield
-    finally:
-        Replays.run = run
 
 
 @contextmanager
@@ -233,7 +222,7 @@ def test_copies_start_without_programs():
 
 
 def test_layouts_are_remembered_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("lowp.ops.replay._MOST", 2)
+    monkeypatch.setattr("lowp.ops.fuser.Replays", lambda: Replays(2))
     pipeline = linear_bias(recipe=RECIPES[1])
     for rows in [1, 2, 3, 4] * 3:
         x = torch.randn(rows, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -14,6 +14,7 @@ Where a field is a process group, a call with a group of more than one rank goes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,15 @@ from torch import Tensor
 
 from lowp.dynamo.schema import ArgumentSchema, flatten_value, slot_count, unflatten_value
 from lowp.registration import REGISTRY, register
+from lowp.replay import Replays, layouts
 
 Results = tuple[str, ...]
 """The layout of an operator's results: "tensor" and "tensor_or_quantized", each of which may be None; last, "list",
 any number of tensors."""
 
 _RESULT_KINDS = ("tensor", "tensor_or_quantized")
+_MOST_LAYOUTS = 1024
+"""Layouts of one operator's arguments that are replayed: those of all modules of a model, and of some batch sizes."""
 
 
 def register_custom_op(
@@ -37,6 +41,8 @@ def register_custom_op(
     fake: Callable[[Any], tuple[Any, ...]],
     results: Results,
     optional_fields: tuple[str, ...] = (),
+    *,
+    replays: bool = False,
 ) -> Callable[[Any], tuple[Any, ...]]:
     """Register `compute` as an operator of `lowp::` and return the function that calls it.
 
@@ -47,19 +53,22 @@ def register_custom_op(
         fake: gives results of the right shape, dtype, strides and device.
         results: layout of what both return.
         optional_fields: tensor fields that may be None whatever their annotation says.
+        replays: `compute` depends on its tensors' layouts and on its other arguments only, and changes nothing but
+            what it is given: what it launched before may be launched again (see `lowp.replay`).
 
     Raises:
         TypeError: a field or the layout can't cross; names class and field.
     """
     schema = ArgumentSchema(args_type, optional_fields)
     _check_results(name, results, mutable=bool(schema.mutable))
-    plain = _register_variant(name, schema, compute, fake, results, mutating=False)
+    variant = functools.partial(_register_variant, schema=schema, compute=compute, fake=fake, results=results)
+    plain = variant(name, replays=replays)
     inplace = plain
     if schema.mutable:
-        inplace = _register_variant(f"{name}_inplace", schema, compute, fake, results, mutating=True)
+        inplace = variant(f"{name}_inplace", replays=replays, mutating=True)
     collective = plain
     if schema.groups:
-        collective = _register_variant(f"{name}_collective", schema, compute, fake, results, mutating=False)
+        collective = variant(f"{name}_collective")
         torch.fx.node.has_side_effect(REGISTRY[f"{name}_collective"].overload)
     mutable, groups = schema.mutable, schema.groups
     count = _result_slots(results)
@@ -100,27 +109,51 @@ def _check_results(name: str, results: Results, *, mutable: bool) -> None:
 
 
 def _register_variant(
-    name: str, schema: ArgumentSchema, compute: Any, fake: Any, results: Results, *, mutating: bool
+    name: str,
+    schema: ArgumentSchema,
+    compute: Any,
+    fake: Any,
+    results: Results,
+    *,
+    mutating: bool = False,
+    replays: bool = False,
 ) -> Callable[..., Any]:
-    def kernel_of(function: Callable[[Any], tuple[Any, ...]]) -> Callable[..., Any]:
-        def kernel(*flat: Any) -> Any:
+    def kernel_of(function: Callable[[Any], tuple[Any, ...]], known: Replays | None = None) -> Callable[..., Any]:
+        def run(flat: tuple[Any, ...]) -> tuple[Any, ...]:
             values = _fresh(name, _flatten_results(name, function(schema.unflatten(flat)), results), flat)
             if mutating:
                 values = _with_markers(name, values, next(arg.device for arg in flat if isinstance(arg, Tensor)))
-            return tuple(values) if len(values) > 1 else (values or [None])[0]
+            return tuple(values)
+
+        def kernel(*flat: Any) -> Any:
+            values = run(flat) if known is None else _replayed(known, run, flat)
+            return values if len(values) > 1 else (values or (None,))[0]
 
         return kernel
 
     tensor = "Tensor" if mutating else "Tensor?"
     declared = [tensor] * _result_slots(tuple(kind for kind in results if kind != "list"))
     declared += ["Tensor[]"] * ("list" in results)
-    real = kernel_of(compute)
+    real = kernel_of(compute, Replays(_MOST_LAYOUTS) if replays else None)
     return register(
         f"{name}({schema.declare(mutating=mutating)}) -> ({', '.join(declared)})",
         ref=real,
         launch=real,
         allocate=kernel_of(fake),
     )
+
+
+def _replayed(known: Replays, run: Callable[[Any], tuple[Any, ...]], flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`run(flat)`, or what it launched before for arguments that differ in the tensors' values only."""
+    tensors = [arg for arg in flat if isinstance(arg, Tensor)]
+    key = layouts(tensors)
+    if key is not None:
+        key = (
+            key,
+            *["tensor" if isinstance(arg, Tensor) else tuple(arg) if type(arg) is list else arg for arg in flat],
+        )
+    values, _ = known.run(lambda: (run(flat), ()), tensors, key)
+    return values
 
 
 def _flatten_results(name: str, values: tuple[Any, ...], results: Results) -> list[Any]:

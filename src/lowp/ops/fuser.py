@@ -14,8 +14,8 @@ from lowp.ops.op import DIRECTIONS, computes_as
 from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
-from lowp.ops.replay import Replays
 from lowp.recipe import Recipe
+from lowp.replay import Replays
 from lowp.torch_compat import backward_is_running, forward_ad_is_active
 
 if TYPE_CHECKING:

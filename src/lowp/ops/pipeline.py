@@ -13,8 +13,8 @@ from lowp.ops.boundary import compile_boundary_is_operation
 from lowp.ops.op import BackwardContext, Direction, FusibleOperation, OperationContext
 from lowp.ops.plan import Plan
 from lowp.ops.registered import split_groups
-from lowp.ops.replay import Replays, layouts
 from lowp.recipe import Recipe
+from lowp.replay import Replays, layouts
 from lowp.torch_compat import release_saved_tensors
 
 

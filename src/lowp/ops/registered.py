@@ -83,6 +83,7 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
         _flattened(fake, layout),
         layout.results,
         grads,
+        replays=vars(cls).get("replays", False),
     )
     return {direction: lambda args: layout.restore(call(args))}
 

@@ -1,8 +1,8 @@
-"""Replays the passes of a prepared call that have run before on tensors of the same layouts.
+"""Replays passes that have run before on tensors of the same layouts: a pipeline's in eager mode, an operator's else.
 
 The first run of a pass on some layouts is an ordinary one, the second is recorded, later ones replay what was recorded
 (see `lowp.tape`): they launch the same kernels on the same arguments, without the host work that led to them.
-Only eager mode replays, and only operations whose class says `replays = True`.
+Only operations whose class says `replays = True` are replayed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lowp.tape import Program, Tape
 from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
 
 _PLAIN = (Tensor, nn.Parameter)
-_MOST = 64
-"""Layouts that are remembered at most: where sizes keep changing, recording would never pay."""
 
 
 class Replays:
     """What is known of one pass: by the layouts of its tensors, a program and whatever else the pass gave."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 64) -> None:
+        """Remember `most` layouts at most: where sizes keep changing, recording would never pay."""
+        self._most = most
         self._known: dict[Any, tuple[Program | None, Any] | None] = {}
 
     def run(self, function: Callable[[], tuple[Any, Any]], tensors: list[Any], key: Any) -> tuple[Any, Any]:
@@ -40,7 +40,7 @@ class Replays:
             return function()
         known = self._known.get(key, _NEW)
         if known is _NEW:
-            if len(self._known) < _MOST:
+            if len(self._known) < self._most:
                 self._known[key] = None
             return function()
         if known is None:
