@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowp.tape import Program, Tape
 from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class Replays:
@@ -49,6 +49,8 @@ class Replays:
         return function() if program is None else (program(tensors), rest)
 
     def _record(self, key: Any, function: Callable[[], tuple[Any, Any]], tensors: Sequence[Tensor | None]) -> Any:
+        if not _can_be_named(tensors):
+            return function()
         tape = Tape(tensors)
         with tape:
             results, rest = function()
@@ -64,21 +66,20 @@ def layouts(tensors: Sequence[Tensor | None]) -> Any:
     """All of these tensors that a program depends on; None: on these it can't be replayed."""
     if dispatch_is_interposed():
         return None
-    key: list[Any] = []
-    seen = set()
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-            continue
-        if type(tensor) not in _PLAIN or id(tensor) in seen:
-            return None
-        seen.add(id(tensor))
-        key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
-    device = next(tensor.device for tensor in tensors if tensor is not None)
+    first = tensors[0]
+    if first is None:
+        first = next(tensor for tensor in tensors if tensor is not None)
+    device = first.device
     if device.type == "cuda" and device.index != current_cuda_device():
         return None
-    key.append(device)
-    return tuple(key)
+    facts = [None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors]
+    return device, *facts
+
+
+def _can_be_named(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a program can tell these tensors apart, and they are no subclasses with operators of their own."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return {*map(type, present)} <= _PLAIN and len({*map(id, present)}) == len(present)
 
 
 def _holds_tensors(rest: Any) -> bool:

@@ -89,6 +89,9 @@ class Tape(TorchDispatchMode):
         return name is not None and int(name[1:]) >= self._inputs
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
+            func, args = _ATEN.empty_strided.default, (tuple(result.shape), result.stride())
+            kwargs = {"dtype": result.dtype, "device": result.device}
         used: set[str] = set()
         given = [self._text(arg, used) for arg in args]
         given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
@@ -177,7 +180,8 @@ _FAST: dict[Any, Any] = {
     _ATEN.t.default: Tensor.t,
     _ATEN.view.default: Tensor.view,
     _ATEN._scaled_mm.default: torch._scaled_mm,
-    _ATEN.empty.memory_format: torch.empty,
-    _ATEN.new_empty.default: Tensor.new_empty,
+    _ATEN.empty_strided.default: torch.empty_strided,
 }
 """Functions of torch that do what an operator does with less host work."""
+_ALLOCATIONS = (_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.new_empty.default)
+"""Their results are known by shape and strides: one function, the one that costs the host the least, stands for all."""

@@ -1,5 +1,5 @@
 """The fixtures of tests of operations."""
 
-from tests.ops.conftest import cuda_backward_thread, device, either_amax, fresh
+from tests.ops.conftest import device, either_amax, fresh
 
-__all__ = ["cuda_backward_thread", "device", "either_amax", "fresh"]
+__all__ = ["device", "either_amax", "fresh"]

@@ -93,7 +93,7 @@ class FusibleOperation(nn.Module):
         num_extra_inputs, num_extra_outputs: tensors besides input and output.
         quantizes_output, quantizes_grad_input: the result may be `Quantized`.
         replays: both passes depend on their tensors' layouts and the operation's attributes only, and change nothing
-            but what they are given: eager mode may replay them (see `lowp.replay`). A derived class that overrides
+            but what they are given: they may be replayed (see `lowp.replay`). A derived class that overrides
             a method must say so again.
     """
 
