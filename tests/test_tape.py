@@ -127,3 +127,32 @@ def test_the_tape_is_active_inside_only():
             pass
         assert active_tape() is tape
     assert active_tape() is None
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda x: x.new_empty(3, 5, dtype=torch.float16),
+        lambda x: torch.empty(2, 3, 4, 5, memory_format=torch.channels_last),
+        lambda x: torch.empty_strided((3, 4), (1, 3), dtype=torch.uint8),
+        lambda x: torch.empty_like(x.t()),
+        lambda x: x.new_empty(0, 4),
+        lambda x: x.new_empty((), device="meta"),
+    ],
+)
+def test_allocations_are_those_that_were_recorded(allocate):
+    x = torch.randn(4, 6)
+    with (tape := Tape([x])):
+        result = allocate(x)
+    found, expected = tape.program(result)([x]), allocate(x)
+    for fact in (torch.Tensor.size, torch.Tensor.stride, lambda t: t.dtype, lambda t: t.device):
+        assert fact(found) == fact(expected)
+
+
+def test_facts_of_dtypes_are_constants():
+    def function(x):
+        return x.to(torch.promote_types(x.dtype, torch.float64))
+
+    (result, program), x = record(function, torch.randn(3)), torch.randn(3)
+    assert result.dtype == torch.float64
+    assert torch.equal(program([x]), x.double())

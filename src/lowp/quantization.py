@@ -23,6 +23,7 @@ from lowp.kernels.dequantize import dequantize_data
 from lowp.kernels.materialize import materialize
 from lowp.kernels.sources import Source
 from lowp.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from lowp.replay import forget_all
 
 
 class Quantized(NamedTuple):
@@ -109,6 +110,7 @@ def register_quantizer(
             the two casts are then given None for statistics that nobody asked for, whatever the size, and find them.
             None: they are always given what `measure` gives.
     """
+    forget_all()  # another class may have had this one's name
     _METHODS[spec] = _Method(measure, cast, cast_bias_grad, takes_sources, measures_itself)
 
 

@@ -17,6 +17,7 @@ but these and what it makes of them, and communicates with nobody. Who calls it 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,10 +42,13 @@ class Tape(TorchDispatchMode):
     """Records what runs inside; see the module."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start with the function's arguments, all of them different tensors."""
+        """Start with the function's arguments, all of them different tensors while it is recorded."""
         super().__init__()
-        self._names = {id(tensor): f"v{index}" for index, tensor in enumerate(tensors) if tensor is not None}
-        self._alive: list[Any] = list(tensors)  # an id names a tensor only as long as it lives
+        self._names: dict[int, str] = {}  # by id, which stands for a tensor only as long as it lives
+        self._references: dict[int, weakref.ref[Tensor]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self._call_it(tensor, f"v{index}")
         self._inputs = len(tensors)
         self._lines: list[tuple[str, set[str]]] = []  # with the names that a line reads or makes
         self._globals: dict[str, Any] = {}
@@ -75,8 +79,7 @@ class Tape(TorchDispatchMode):
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is _ATEN.detach.default and self._is_made(args[0]):  # factories return what they make through it
-            self._names[id(result)] = self._names[id(args[0])]
-            self._alive.append(result)
+            self._call_it(result, self._names[id(args[0])])
             return result
         if func.namespace != "aten" or _DATA_DEPENDENT & set(func.tags):
             self._refused = True
@@ -104,7 +107,8 @@ class Tape(TorchDispatchMode):
         elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
             text = f"{', '.join(self._name(item, used) for item in result)}, = {text}"
         elif result is not None:
-            self._refused = True
+            self._refused = self._refused or bool(used)
+            return  # a fact of no tensor's value, such as what dtypes are promoted to
         self._lines.append((text, used))
 
     def launched(self, kernel: Any, device: int, grid: tuple[int, ...], args: Sequence[Any]) -> None:
@@ -115,11 +119,17 @@ class Tape(TorchDispatchMode):
         self._lines.append((f"{self._constant(kernel)}(stream, {grid}{given})", used))
 
     def _name(self, tensor: Tensor, made: set[str]) -> str:
-        name = self._names[id(tensor)] = f"v{self._count}"
+        name = f"v{self._count}"
+        self._call_it(tensor, name)
         made.add(name)
         self._count += 1
-        self._alive.append(tensor)
         return name
+
+    def _call_it(self, tensor: Tensor, name: str) -> None:
+        """Know the tensor by this name, until it dies: recording keeps nothing alive."""
+        key = id(tensor)
+        self._names[key] = name
+        self._references[key] = weakref.ref(tensor, lambda _: self._names.pop(key, None))
 
     def _constant(self, value: Any) -> str:
         name = f"k{len(self._globals)}"

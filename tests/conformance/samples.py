@@ -44,8 +44,8 @@ class Draw:
 
     Args:
         device: of the tensors.
-        exact: draw multiples of 1/2 up to 1, and one 3.5, which a quantizer keeps: sums of products are exact, also
-            rounded to bf16 before something is added.
+        exact: draw multiples of 1/2 up to 1, and one 3.5, which a quantizer keeps: sums of products are exact, and of
+            up to 32 of them, which are multiples of 1/4 below 64, also in bf16.
     """
 
     def __init__(self, device: str, exact: bool) -> None:

@@ -26,7 +26,10 @@ def orders(K, layer, **options):
 
 
 @pytest.mark.parametrize("x", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(("K", "layer"), [(32, True), (768, False), (4096, True), (16384, False), (65536, True)])
+@pytest.mark.parametrize(
+    ("K", "layer"),
+    [(4, True), (21, False), (32, True), (768, False), (4096, True), (16384, False), (65536, True)],
+)
 def test_sums_over_rows(K, layer, x):
     expected = orders(K, layer, output=True, amax=False, x=x, y=x, w=x)
     assert len(expected) == (3 if layer else 1)

@@ -147,9 +147,13 @@ thousand to the neighbouring value, 2^-9 off on average in bf16, and an FP8 code
 CUDA_BOUND = 2.0**-8
 """On CUDA, where FP8 products are summed in 14 bits: one element in ten is a bf16 step off, and codes with it."""
 
-CUDA_HIDDEN_BOUND = 2.0**-7
-"""On CUDA, behind quantized values that a product gave: rounding to steps of 2^-3 makes an offset of 2^-8 a whole step
-in one element of 2^5, so that the square of the error is 2^-11 where it was 2^-16, each in one element of ten."""
+
+def cuda_hidden_bound(step: float) -> float:
+    """On CUDA, behind quantized values that a product gave, by the largest relative step of their format.
+
+    One element in ten is off by 2^-8; that is a whole step after rounding with a chance of 2^-8 / step.
+    """
+    return math.sqrt(0.1 * 2.0**-8 * step)
 
 
 def bound(x: Tensor, recipe: Any) -> float:

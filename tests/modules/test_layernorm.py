@@ -11,7 +11,6 @@ from tests.modules import oracle as module_oracle
 from tests.modules.cases import (
     BOUND,
     CUDA_BOUND,
-    CUDA_HIDDEN_BOUND,
     FFN,
     K,
     N,
@@ -19,6 +18,7 @@ from tests.modules.cases import (
     bound,
     call_of,
     check,
+    cuda_hidden_bound,
     randomize,
     same,
     step,
@@ -466,10 +466,11 @@ def by_name(reference):
 @pytest.mark.parametrize(("name", "recipe"), TE_CASES)
 def test_goldens_against_the_oracle(name, recipe, device):
     results, _, reference = te_step(name, recipe, device)
-    limit = BOUND
-    if device == "cuda":
-        limit = CUDA_HIDDEN_BOUND if "mlp" in name and recipe != "bf16" else CUDA_BOUND
     for key, result in results.items():
+        limit = BOUND if device == "cpu" else CUDA_BOUND
+        if device == "cuda" and "mlp" in name and recipe != "bf16" and key != "fc2_bias":
+            gradient = key not in ("y0", "fc2_weight") and recipe == "current"  # of the hidden values, in E5M2
+            limit = cuda_hidden_bound(2.0**-2 if gradient else 2.0**-3)
         error = module_oracle.relative_l2(result, by_name(reference)[key])
         assert error <= limit, f"{key}: off by {error}"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowp.dynamo import custom_op
 from lowp.kernels import cast_kernel
+from lowp.replay import forget_all
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -19,12 +19,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["amax found", "amax kept"])
-def either_amax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def either_amax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A small weight's amax is found by each cast; and, as a large one's, by forward and kept."""
     if request.param == "amax kept":
         monkeypatch.setattr(cast_kernel, "_FEW_BLOCKS", 0)
-        monkeypatch.setattr(custom_op, "_replayed", lambda known, run, flat: run(flat))  # of what is a constant else
-    return request.param
+    forget_all()  # programs of the other constant
+    yield request.param
+    forget_all()
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ bool tensor stands for None.
 
 Where a field is a process group, a call with a group of more than one rank goes to a third operator,
 `name_collective`, which compilers keep even if nobody reads its results: other ranks wait for it.
+
+With `replays=True` an operator replays what it launched for arguments that differ in values only (see `lowp.replay`).
 """
 
 from __future__ import annotations
@@ -146,14 +148,17 @@ def _register_variant(
 def _replayed(known: Replays, run: Callable[[Any], tuple[Any, ...]], flat: tuple[Any, ...]) -> tuple[Any, ...]:
     """`run(flat)`, or what it launched before for arguments that differ in the tensors' values only."""
     tensors = [arg for arg in flat if isinstance(arg, Tensor)]
-    key = layouts(tensors)
-    if key is not None:
-        key = (
-            key,
-            *["tensor" if isinstance(arg, Tensor) else tuple(arg) if type(arg) is list else arg for arg in flat],
-        )
+    facts = layouts(tensors)
+    key = None if facts is None else (facts, *map(_fact, flat))
     values, _ = known.run(lambda: (run(flat), ()), tensors, key)
     return values
+
+
+def _fact(arg: Any) -> Any:
+    """An operator's argument as part of a key, where only the place of tensors counts."""
+    if isinstance(arg, Tensor):
+        return Tensor
+    return tuple(arg) if type(arg) is list else arg
 
 
 def _flatten_results(name: str, values: tuple[Any, ...], results: Results) -> list[Any]:

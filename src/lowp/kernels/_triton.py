@@ -50,9 +50,13 @@ class _Compiled:
 
 
 def launches_are_hooked() -> bool:
-    """Whether something, a profiler say, wants to hear of launches: only Triton's own call tells it."""
+    """Whether something, a profiler say, wants to hear of launches: only Triton's own call tells it.
+
+    Triton 3.6 has a chain of hooks that is always there and holds those added in `calls`; other versions have None or
+    a function.
+    """
     for hook in (_HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):  # Triton 3.6 has a chain of hooks, mostly empty
+        if hook is not None and getattr(hook, "calls", True):
             return True
     return False
 

@@ -19,12 +19,13 @@ _PARTIALS = constexpr(PARTIALS)
 
 @jit
 def columns_of(x_ptr, BLOCK_K: tl.constexpr):
-    """Columns `[1, BLOCK_K]`, of which no tensor is read or written more at a time than x allows.
+    """The columns, `[1, BLOCK_K]`, with the hint that a thread takes no more neighbours at once than 16 bytes of x.
 
-    Triton gives a thread as many neighbours as the narrowest of all elements allow, and adds a row up in an order that
+    Without it, Triton gives a thread as many as the narrowest of all elements allow, and adds a row up in an order that
     follows from that: statistics would depend on the dtype of y, and on whether y is written.
     """
-    at_once: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    of_x: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    at_once: tl.constexpr = of_x if of_x < BLOCK_K else BLOCK_K
     return tl.max_contiguous(tl.arange(0, BLOCK_K)[None, :], [1, at_once])
 
 

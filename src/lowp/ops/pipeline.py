@@ -183,17 +183,17 @@ class Pipeline(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Run the backward steps; `create_graph=True` gives gradients that raise when they are differentiated."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return _backward_once(ctx, *grads)
+        """Run the backward steps; under `create_graph=True`, to gradients that raise when they are differentiated."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced code can't know: there it costs nothing
+            return _differentiable_once(ctx, *grads)
         return _backward(ctx, *grads)
 
 
-def _backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor | None) -> Any:
+def _backward(ctx: Any, *grads: Tensor | None) -> Any:
+    """The gradients of input, call (None), parameters and extra inputs, from those of output and extra outputs."""
     call: Call = ctx.call
     op_ctxs, counts = ctx.op_ctxs, ctx.saved_counts
-    tensors = [grad_output, *grad_extra_outputs, *ctx.saved_tensors]
-    del grad_output, grad_extra_outputs
+    tensors = [*grads, *ctx.saved_tensors]
     if not torch.compiler.is_compiling():
         release_saved_tensors(ctx)  # from here on `tensors` holds them, and what reads it lets go of each
 
@@ -213,7 +213,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *grad_extra_outputs: Tensor 
     return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
 
 
-_backward_once = once_differentiable(_backward)  # it costs the host as much as planning
+_differentiable_once = once_differentiable(_backward)
 
 
 def run_backward(

@@ -99,7 +99,7 @@ WANTED = [(i, w, b) for i in (0, 1) for w in (0, 1) for b in (0, 1) if i + w + b
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 def test_only_wanted_gradients(wanted, device):
-    """Sums over tokens may be made in another order where no input gradient is, so each is compared with float64."""
+    """Each against float64: without the input's gradient, sums over tokens may be made in another order."""
     module = build("layer", (19,), device)
     x, dy = batch((6,), (19,), torch.float32, device)
     reference = normal.step(x, module.weight, module.bias, dy, axes=1, kind="layer", eps=module.eps)

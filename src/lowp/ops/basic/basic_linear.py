@@ -10,7 +10,6 @@ cast again in backward, a large one with the amax that forward found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,19 +17,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lowp.distributed.collectives import Pending, group_size
-from lowp.distributed.shapes import ParallelMode, Split, check_divisible_sequence
+from lowp.distributed.shapes import ParallelMode, Split
 from lowp.distributed.sharding import DEFAULT_INITIALIZATION, Initialization
 from lowp.errors import fail
 from lowp.ops import linear_gemms as gemms
-from lowp.ops.basic_op import check_size
 from lowp.ops.delayed_wgrad import WgradOperands, WgradStore
-from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs, backward_precision
-from lowp.ops.linear_weight import LinearWeight
+from lowp.ops.linear_args import LinearBackwardArgs, LinearForwardArgs
+from lowp.ops.linear_packing import LinearPacking
 from lowp.ops.op import BackwardContext, OperationContext
 from lowp.quantization import Quantized, QuantizeRequest
 
 
-class BasicLinear(LinearWeight):
+class BasicLinear(LinearPacking):
     """Applies a linear map without bias.
 
     Args:
@@ -156,49 +154,6 @@ class BasicLinear(LinearWeight):
         """The arguments of fprop without bias."""
         return self.pack_linear(basic_op_ctxs[0], input_)
 
-    def pack_linear(
-        self,
-        ctx: OperationContext,
-        input_: Tensor | Quantized,
-        bias: Tensor | None = None,
-        addend: Tensor | None = None,
-        factor: float = 1.0,
-    ) -> LinearForwardArgs:
-        """The arguments of fprop; for fusions too."""
-        parallel, recipe = self.parallel, ctx.recipe
-        if isinstance(input_, Tensor):
-            check_size("BasicLinear", "the last axis of the input", input_, self.local_in_features)
-            if not input_.dtype.is_floating_point:
-                raise TypeError(f"BasicLinear: the input must have a floating-point dtype, got {input_.dtype}.")
-        if parallel.sequence_parallel:
-            ranks = group_size(parallel.group) if parallel.mode == "row" else 1
-            whole = input_.row[0] if isinstance(input_, Quantized) else input_
-            check_divisible_sequence("BasicLinear", whole.shape[:-1], ranks)
-        self.check_group()
-        override = None if recipe is None else recipe.backward_override
-        by_column = not parallel.gathers("column") or self.keep_gathered_input
-        quantized = ctx.parameters_require_grad[0] and recipe is not None and override != "high_precision"
-        original = self.save_original_input and isinstance(input_, Tensor)
-        by_row = override == "dequantized" or not by_column
-        return LinearForwardArgs(
-            input=input_,
-            weight=ctx.parameters[0],
-            bias=bias,
-            group=parallel.group,
-            parallel_mode=parallel.mode,
-            sequence_parallel=parallel.sequence_parallel,
-            dtype=ctx.autocast_dtype or ctx.dtype,
-            input_quantizer=None if recipe is None else recipe.quantizer("input"),
-            weight_quantizer=None if recipe is None else recipe.quantizer("weight"),
-            fast_accumulation=recipe is not None and not recipe.gemm("fprop").use_split_accumulator,
-            keep_column=quantized and not original and not by_row,
-            keep_row=quantized and not original and by_row,
-            keep_statistics=quantized and original,
-            keep_weight_statistics=recipe is not None and override != "high_precision" and ctx.input_requires_grad,
-            addend=addend,
-            factor=factor,
-        )
-
     @classmethod
     def forward_compute(cls, args: LinearForwardArgs, *, in_custom_op: bool = False) -> Any:
         """Fprop; aux: that of `linear_gemms.fprop`."""
@@ -211,104 +166,11 @@ class BasicLinear(LinearWeight):
         """Save what dgrad and wgrad read, and nothing for a gradient that nobody wants."""
         self.setup_linear(basic_op_ctxs[0], args, aux)
 
-    def setup_linear(self, ctx: OperationContext, args: LinearForwardArgs, aux: tuple[Tensor, ...]) -> None:
-        """Fill this operation's context; for fusions too."""
-        input_, wgrad = args.input, ctx.parameters_require_grad[0]
-        original: Tensor | None = None
-        kept: Sequence[Tensor | None] = (None, None)
-        if isinstance(input_, Quantized):
-            leading = input_.row[0].shape[:-1]
-            kept = input_.column if args.keep_column else input_.row
-        else:
-            leading = input_.shape[:-1]
-            if args.keep_column or args.keep_row:
-                kept, aux = aux[:2], aux[2:]
-            elif wgrad:
-                original = input_
-            if args.keep_statistics:
-                kept, aux = (None, None if aux[0].dtype is torch.bool else aux[0]), aux[1:]
-        statistics = aux[0] if aux else None
-        weight = args.weight if ctx.input_requires_grad else None
-        ctx.save_for_backward(original, *(kept if wgrad else (None, None)), weight, statistics)
-        ctx.weight_shape, ctx.weight_dtype = tuple(args.weight.shape), args.weight.dtype
-        ctx.leading = leading
-        ctx.compute_dtype = args.dtype
-        ctx.kept_by_row = not args.keep_column
-        ctx.input_quantizer = args.input_quantizer if args.keep_statistics else None
-        ctx.precision = backward_precision(ctx.recipe)
-        ctx.main_grad = ctx.ticket = None
-        if wgrad and self.wgrad_store is not None:
-            ctx.ticket = self.wgrad_store.ticket
-        elif wgrad and self.accumulate_into_main_grad:
-            ctx.main_grad = self._main_grad()
-
-    def prepare_parameters(self, require_grad: tuple[bool, ...]) -> None:
-        """Tell who reduces gradients that the weight's is not in `grad`; `main_grad` must be there."""
-        if require_grad[0] and self.accumulate_into_main_grad:
-            self._main_grad()
-            weight: Any = self.parameter("weight")
-            weight.grad_added_to_main_grad = True
-
-    def _main_grad(self) -> Tensor:
-        weight: Any = self.parameter("weight")
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or main_grad.shape != weight.shape:
-            fail(
-                "BasicLinear",
-                f"accumulate_into_main_grad needs weight.main_grad of the weight's shape {tuple(weight.shape)}",
-                got=None if main_grad is None else tuple(main_grad.shape),
-                hint="Set it before the first forward.",
-            )
-        return main_grad
-
     def pack_backward_args(
         self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor | Quantized, **_: Any
     ) -> LinearBackwardArgs:
         """The arguments of dgrad and wgrad."""
         return self.pack_linear_grad(basic_op_ctxs[0], grad_output)
-
-    def pack_linear_grad(
-        self,
-        ctx: BackwardContext,
-        grad_output: Tensor | Quantized | None,
-        addend: Tensor | None = None,
-        factor: float = 1.0,
-    ) -> LinearBackwardArgs:
-        """The arguments of dgrad and wgrad; for fusions too."""
-        original, kept, kept_scale, weight, statistics = ctx.saved_tensors
-        parallel = self.parallel
-        input_: Tensor | Quantized | None = original
-        if kept is not None and ctx.kept_by_row:
-            input_ = Quantized(kept, kept_scale, None, None)
-        elif kept is not None:
-            input_ = Quantized(None, None, kept, kept_scale)
-        return LinearBackwardArgs(
-            grad_output=grad_output,
-            input=input_,
-            weight=weight,
-            weight_statistics=statistics,
-            main_grad=ctx.main_grad,
-            ticket=ctx.ticket,
-            leading=tuple(ctx.leading),
-            group=parallel.group,
-            parallel_mode=parallel.mode,
-            sequence_parallel=parallel.sequence_parallel,
-            dtype=ctx.compute_dtype,
-            input_dtype=ctx.dtype,
-            weight_shape=ctx.weight_shape,
-            weight_dtype=ctx.weight_dtype,
-            **ctx.precision,
-            input_quantizer=ctx.input_quantizer,
-            input_statistics=None if ctx.input_quantizer is None else kept_scale,
-            input_requires_grad=ctx.input_requires_grad,
-            weight_requires_grad=ctx.parameters_require_grad[0],
-            accumulate=ctx.main_grad is None or not getattr(self.parameter("weight"), "overwrite_main_grad", False),
-            placeholder_grad=(
-                self.placeholder_grad and ctx.main_grad is not None and not torch.compiler.is_compiling()
-            ),
-            addend=addend,
-            factor=factor,
-        )
 
     @classmethod
     def backward_compute(cls, args: LinearBackwardArgs, *, in_custom_op: bool = False) -> Any:
