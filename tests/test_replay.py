@@ -41,6 +41,7 @@ def test_every_tensors_device_counts():
     x = torch.randn(3)
     assert layouts((x, x)) != layouts((x, x.to("meta")))
     assert layouts((x, None)) != layouts((x, x))
+    assert layouts((None, x)) is not None
 
 
 def test_what_has_no_layout():

@@ -92,7 +92,7 @@ def layouts(tensors: Sequence[Tensor | None]) -> Any:
 
     Returns:
         For each, device, shape, strides, dtype and alignment, to be compared; or None: on these nothing is replayed,
-        since there are none, or subclasses, or another device than the current one, or modes that want to see all.
+        since there are none, or subclasses, or the first isn't on the current device, or modes want to see all.
     """
     if dispatch_is_interposed():
         return None
@@ -102,8 +102,8 @@ def layouts(tensors: Sequence[Tensor | None]) -> Any:
         if tensor is None:
             facts.append(None)
         elif type(tensor) in _PLAIN:
-            device = tensor.device
-            facts.append((device, tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
+            device = device or tensor.device
+            facts.append((tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
         else:
             return None
     if device is None or (device.type == "cuda" and device.index != current_cuda_device()):

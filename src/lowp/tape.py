@@ -17,13 +17,13 @@ but these and what it makes of them, and communicates with nobody. Who calls it 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.registration import REGISTRY, unpacked
 from lowp.torch_compat import current_cuda_stream
@@ -44,11 +44,10 @@ class Tape(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         """Start with the function's arguments, all of them different tensors while it is recorded."""
         super().__init__()
-        self._names: dict[int, str] = {}  # by id, which stands for a tensor only as long as it lives
-        self._references: dict[int, weakref.ref[Tensor]] = {}
+        self._names = WeakTensorKeyDictionary()  # recording keeps nothing alive
         for index, tensor in enumerate(tensors):
             if tensor is not None:
-                self._call_it(tensor, f"v{index}")
+                self._names[tensor] = f"v{index}"
         self._inputs = len(tensors)
         self._lines: list[tuple[str, set[str]]] = []  # with the names that a line reads or makes
         self._globals: dict[str, Any] = {}
@@ -79,7 +78,7 @@ class Tape(TorchDispatchMode):
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is _ATEN.detach.default and self._is_made(args[0]):  # factories return what they make through it
-            self._call_it(result, self._names[id(args[0])])
+            self._names[result] = self._names[args[0]]
             return result
         if func.namespace != "aten" or _DATA_DEPENDENT & set(func.tags):
             self._refused = True
@@ -88,7 +87,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def _is_made(self, tensor: Tensor) -> bool:
-        name = self._names.get(id(tensor))
+        name = self._names.get(tensor)
         return name is not None and int(name[1:]) >= self._inputs
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -100,7 +99,7 @@ class Tape(TorchDispatchMode):
         given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
         text = f"{self._constant(_FAST.get(func, func))}({', '.join(given)})"
         if isinstance(result, Tensor):
-            if id(result) not in self._names:
+            if result not in self._names:
                 text = f"{self._name(result, used)} = {text}"
             elif not func._schema.is_mutable:  # it gave its argument back: nothing was done
                 return
@@ -119,17 +118,10 @@ class Tape(TorchDispatchMode):
         self._lines.append((f"{self._constant(kernel)}(stream, {grid}{given})", used))
 
     def _name(self, tensor: Tensor, made: set[str]) -> str:
-        name = f"v{self._count}"
-        self._call_it(tensor, name)
+        name = self._names[tensor] = f"v{self._count}"
         made.add(name)
         self._count += 1
         return name
-
-    def _call_it(self, tensor: Tensor, name: str) -> None:
-        """Know the tensor by this name, until it dies: recording keeps nothing alive."""
-        key = id(tensor)
-        self._names[key] = name
-        self._references[key] = weakref.ref(tensor, lambda _: self._names.pop(key, None))
 
     def _constant(self, value: Any) -> str:
         name = f"k{len(self._globals)}"
@@ -139,7 +131,7 @@ class Tape(TorchDispatchMode):
     def _text(self, value: Any, used: set[str], *, address: bool = False) -> str:
         """An argument or result as an expression."""
         if isinstance(value, Tensor):
-            name = self._names.get(id(value))
+            name = self._names.get(value)
             if name is None:
                 self._refused = True
                 return "None"

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lowp.dynamo import custom_op
 from lowp.formats import HIGH_PRECISION, ElementFormat
 from lowp.kernels.amax import PARTIALS
-from lowp.ops.op import FusibleOperation
+from lowp.ops.op import DIRECTIONS, says_it_replays
 from lowp.registration import REGISTRY
 from lowp.replay import forget_all
 from tests import oracle
 from tests.conformance.layers import LAYERS
 from tests.conformance.samples import SAMPLES, SUMS, Draw
-from tests.library_ops import LIBRARY_OPS
+from tests.library_ops import LIBRARY_OPS, OPERATIONS
 from tests.ops.pipelines import without_replays
 
 ROWS = 7
@@ -179,18 +179,7 @@ def test_compiled_equals_eager(name, label, device):
         assert_same(run(call, args), expected)
 
 
-def subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    for derived in cls.__subclasses__():
-        yield from subclasses(derived)
-
-
-REPLAYED = tuple(
-    f"{cls.__name__}_{direction}"
-    for cls in subclasses(FusibleOperation)
-    if vars(cls).get("replays")
-    for direction in ("forward", "backward")
-)
+REPLAYED = tuple(f"{cls.__name__}_{way}" for cls in OPERATIONS if says_it_replays(cls) for way in DIRECTIONS)
 
 
 @pytest.mark.parametrize("device", DEVICES)

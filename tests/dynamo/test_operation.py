@@ -17,7 +17,7 @@ from lowp.dynamo.schema import Mutable, Sizes
 from lowp.ops.basic.basic_linear import LinearForwardArgs
 from lowp.ops.fused.forward_linear_bias import ForwardLinearBias
 from lowp.registration import REGISTRY
-from tests.library_ops import LIBRARY_OPS
+from tests.library_ops import LIBRARY_OPS, OPERATIONS
 from tests.ops.graphs import Graphs, lowp_ops
 
 BACKENDS = ["aot_eager", "inductor"]
@@ -420,15 +420,6 @@ def test_it_is_false_at_the_kernel_boundary():
         y, dx = _flagged(compile_(ToyFlag()))
     assert not y.any()
     assert not dx.any()
-
-
-def _subclasses(cls: type) -> set[type]:
-    return {cls}.union(*[_subclasses(subclass) for subclass in cls.__subclasses__()])
-
-
-OPERATIONS = sorted(
-    (cls for cls in _subclasses(lowp.ops.FusibleOperation) if cls.__module__.startswith("lowp.")), key=str
-)
 
 
 @pytest.mark.parametrize("cls", OPERATIONS)

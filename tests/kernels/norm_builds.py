@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lowp.kernels import norm, norm_grad
-from lowp.kernels.norm_kernel import norm_grad_kernel, norm_grad_long_kernel, norm_kernel, norm_long_kernel
+from lowp.kernels.norm_grad_kernel import norm_grad_kernel, norm_grad_long_kernel
+from lowp.kernels.norm_kernel import norm_kernel, norm_long_kernel
 from tests.kernels.builds import Build
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -126,9 +126,16 @@ class Stub:
         return lambda *args, stream: self.ways.append("triton")
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="other versions have another launcher")
-def test_a_launch_takes_the_short_way_unless_a_hook_hears_of_it():
+def test_other_versions_of_triton_launch_themselves(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    stub = Stub()
+    _triton._Compiled(stub)(3, (2, 1, 1), 11)
+    assert stub.ways == ["triton"]
+
+
+def test_a_launch_takes_the_short_way_unless_a_hook_hears_of_it(monkeypatch):
     """Triton's chains of hooks are there when they are empty too."""
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
     stub = Stub()
     compiled = _triton._Compiled(stub)
     compiled(3, (2, 1, 1), 11, (12, 13))

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowp.ambient import autocast_is_entered, autocast_was_entered, current_recipe
 from lowp.errors import fail
 from lowp.ops.describe import describe
-from lowp.ops.op import DIRECTIONS, computes_as
+from lowp.ops.op import DIRECTIONS, says_it_replays
 from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
@@ -228,15 +228,7 @@ def _can_be_replayed(plan: Plan) -> bool:
     """Whether the classes of all steps say so."""
     if torch.compiler.is_compiling():
         return False
-    return all(_says_it_replays(type(step.op)) for step in (*plan.forward, *plan.backward))
-
-
-def _says_it_replays(cls: type) -> bool:
-    """Whether the class says so, or the one that it derives from and computes as."""
-    for owner in cls.__mro__:
-        if "replays" in vars(owner):
-            return vars(owner)["replays"] and computes_as(cls, owner)
-    return False
+    return all(says_it_replays(type(step.op)) for step in (*plan.forward, *plan.backward))
 
 
 def _unsupported_reason(plan: Plan) -> str | None:

@@ -115,7 +115,9 @@ class FusibleOperation(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.registered = {**cls.registered, **register_direction(cls, "forward"), **register_direction(cls, "backward")}
+        cls.registered = dict(cls.registered)
+        for direction in DIRECTIONS:
+            cls.registered |= register_direction(cls, direction, replays=says_it_replays(cls))
 
     @classmethod
     def basic_types(cls) -> tuple[type[FusibleOperation], ...]:
@@ -226,4 +228,12 @@ def computes_as(cls: type, kind: type) -> bool:
         for name, value in vars(derived).items():
             if isinstance(value, _METHODS) and hasattr(kind, name) and name not in _HARMLESS:
                 return False
+    return False
+
+
+def says_it_replays(cls: type) -> bool:
+    """Whether the class says so, or the one that it derives from and computes as."""
+    for owner in cls.__mro__:
+        if "replays" in vars(owner):
+            return vars(owner)["replays"] and computes_as(cls, owner)
     return False

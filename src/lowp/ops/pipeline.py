@@ -70,8 +70,9 @@ def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, li
 
     if call.replays is None:
         return *run(), None
-    key = layouts((input_, *tensors))
-    return *call.replays[0].run(run, [input_, *tensors], key), key
+    given = [input_, *tensors]
+    key = layouts(given)
+    return *call.replays[0].run(run, given, key), key
 
 
 def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
@@ -184,7 +185,7 @@ class Pipeline(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Run the backward steps; under `create_graph=True`, to gradients that raise when they are differentiated."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced code can't know: there it costs nothing
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # in traced code, it costs nothing
             return _differentiable_once(ctx, *grads)
         return _backward(ctx, *grads)
 

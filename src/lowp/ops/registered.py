@@ -45,7 +45,9 @@ _LAYOUT_ATTRIBUTES = (
 """The class attributes that an operator's results depend on."""
 
 
-def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str, Callable[[Any], Any] | None]:
+def register_direction(
+    cls: type[FusibleOperation], direction: str, *, replays: bool
+) -> dict[str, Callable[[Any], Any] | None]:
     """Register one direction of `cls` where the class declares something of its own.
 
     Returns:
@@ -83,7 +85,7 @@ def register_direction(cls: type[FusibleOperation], direction: str) -> dict[str,
         _flattened(fake, layout),
         layout.results,
         grads,
-        replays=vars(cls).get("replays", False),
+        replays=replays,
     )
     return {direction: lambda args: layout.restore(call(args))}
 
