@@ -52,6 +52,29 @@ def test_what_has_no_layout():
         assert layouts(tensors) is None
 
 
+def test_tensors_without_storage_of_their_own_have_no_layout():
+    left: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.sum()
+
+    torch.func.grad(keep)(torch.randn(3))
+    for tensor in (left[0], torch.eye(3).to_sparse()):
+        assert layouts((tensor,)) is None
+
+
+def test_hooks_of_launches_want_to_see_all():
+    triton = pytest.importorskip("triton")
+    chain, heard = triton.knobs.runtime.launch_enter_hook, []
+    chain.add(heard.append)
+    try:
+        assert layouts((torch.randn(3),)) is None
+    finally:
+        chain.remove(heard.append)
+    assert layouts((torch.randn(3),)) is not None
+
+
 def test_the_layout_seen_first_makes_room():
     function = Counted(most=2)
     for size in (1, 1, 1, 2, 2, 2):

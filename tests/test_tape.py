@@ -149,6 +149,47 @@ def test_allocations_are_those_that_were_recorded(allocate):
         assert fact(found) == fact(expected)
 
 
+def test_a_matrix_that_is_read_transposed_is_allocated_so():
+    """As long as no operator reads it otherwise; both ways round may be results."""
+
+    def function(x):
+        straight = torch.empty(2, 3)
+        turned = straight.t()
+        turned.copy_(x)
+        other = torch.zeros(2, 3)
+        return straight, turned, straight + 1, turned + 1, other.t() + 1
+
+    (results, program), x = record(function, torch.randn(3, 2)), torch.randn(3, 2)
+    found, expected = program([x]), function(x)
+    for replayed, ordinary, recorded in zip(found, expected, results, strict=True):
+        assert torch.equal(replayed, ordinary)
+        assert replayed.stride() == ordinary.stride() == recorded.stride()
+    assert found[0].data_ptr() == found[1].data_ptr()
+
+
+def test_a_launch_that_has_a_short_way_takes_it(monkeypatch):
+    monkeypatch.setattr("lowp.tape.current_cuda_stream", lambda device: 9)
+    x, launches = torch.ones(3), []
+
+    class Kernel:
+        fixed = (7, (4, 1))
+
+        def __init__(self, short):
+            self.short = short
+
+        def __call__(self, *args):
+            launches.append(args)
+
+    for short in (None, lambda *args: launches.append(args)):
+        tape = Tape([x])
+        with tape:
+            tape.launched(Kernel(short), 0, (2, 1, 1), (x, (x, 3), None, 5))
+        tape.program(None)([x])
+    at = x.data_ptr()
+    assert launches[0] == (9, (2, 1, 1), at, (at, 3), None, 5)
+    assert launches[1] == (2, 1, 1, 9, 7, (4, 1), at, (at, 3), None, 5)
+
+
 def test_facts_of_dtypes_are_constants():
     def function(x):
         return x.to(torch.promote_types(x.dtype, torch.float64))

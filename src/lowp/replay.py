@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowp.tape import Program, Tape
 from lowp.torch_compat import current_cuda_device, dispatch_is_interposed
+from lowp.triton_compat import launches_are_hooked
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -92,20 +93,24 @@ def layouts(tensors: Sequence[Tensor | None]) -> Any:
 
     Returns:
         For each, device, shape, strides, dtype and alignment, to be compared; or None: on these nothing is replayed,
-        since there are none, or subclasses, or the first isn't on the current device, or modes want to see all.
+        since there are none, or subclasses, or some without storage, or the first isn't on the current device, or
+        modes or hooks want to see all.
     """
-    if dispatch_is_interposed():
+    if dispatch_is_interposed() or launches_are_hooked():
         return None
     device = None
     facts: list[Any] = []
-    for tensor in tensors:
-        if tensor is None:
-            facts.append(None)
-        elif type(tensor) in _PLAIN:
-            device = device or tensor.device
-            facts.append((tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
-        else:
-            return None
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                facts.append(None)
+            elif type(tensor) in _PLAIN:
+                device = device or tensor.device
+                facts.append((tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16))
+            else:
+                return None
+    except RuntimeError:  # without strides, or without storage
+        return None
     if device is None or (device.type == "cuda" and device.index != current_cuda_device()):
         return None
     return tuple(facts)

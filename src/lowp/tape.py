@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.registration import REGISTRY, unpacked
-from lowp.torch_compat import current_cuda_stream
+from lowp.torch_compat import current_cuda_stream, fast_empty_strided
 
 Program = Callable[[list[Any]], Any]
 
@@ -51,6 +51,8 @@ class Tape(TorchDispatchMode):
         self._inputs = len(tensors)
         self._lines: list[tuple[str, set[str]]] = []  # with the names that a line reads or makes
         self._globals: dict[str, Any] = {}
+        self._allocated: dict[str, int] = {}  # the lines that made what no operator has read so far
+        self._turned: dict[str, Any] = {}  # layouts of the matrices that are allocated as transposes of what they were
         self._count = self._inputs
         self._device: int | None = None
         self._refused = False
@@ -92,8 +94,10 @@ class Tape(TorchDispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
-            func, args = _ATEN.empty_strided.default, (tuple(result.shape), result.stride())
-            kwargs = {"dtype": result.dtype, "device": result.device}
+            self._allocate(result)
+            return
+        if func is _ATEN.t.default and self._turn(args[0], result):
+            return
         used: set[str] = set()
         given = [self._text(arg, used) for arg in args]
         given += [f"{name}={self._text(arg, used)}" for name, arg in kwargs.items()]
@@ -110,12 +114,46 @@ class Tape(TorchDispatchMode):
             return  # a fact of no tensor's value, such as what dtypes are promoted to
         self._lines.append((text, used))
 
+    def _allocate(self, result: Tensor) -> None:
+        """Note an allocation: by shape and strides, with the function that costs the host the least."""
+        made: set[str] = set()
+        name = self._name(result, made)
+        self._allocated[name] = len(self._lines)
+        self._lines.append((f"{name} = {self._allocation(result)}", made))
+
+    def _allocation(self, like: Tensor) -> str:
+        function = fast_empty_strided(like.device)
+        options = [like.dtype] if function else [like.dtype, like.device]
+        given = [repr(tuple(like.shape)), repr(like.stride()), *map(self._constant, options)]
+        return f"{self._constant(function or _empty_strided)}({', '.join(given)})"
+
+    def _turn(self, tensor: Tensor, result: Tensor) -> bool:
+        """Allocate a matrix as its transpose, where only that is read as a tensor: kernels take addresses."""
+        name = self._names.get(tensor)
+        at = None if name is None else self._allocated.pop(name, None)
+        if name is None or at is None:
+            return False
+        self._lines[at] = (f"{name} = {self._allocation(result)}", self._lines[at][1])
+        self._names[result] = name
+        self._turned[name] = (result.shape, result.stride())
+        return True
+
     def launched(self, kernel: Any, device: int, grid: tuple[int, ...], args: Sequence[Any]) -> None:
-        """Note a kernel launch: `kernel(stream, grid, *args)`, with addresses in the place of tensors."""
+        """Note a kernel launch, with addresses in the place of tensors.
+
+        Args:
+            kernel: `kernel(stream, grid, *args)`, or `kernel.short(*grid, stream, *kernel.fixed, *args)` if not None:
+                what is interposed is looked for before a program runs.
+            device: the current one.
+            grid: three numbers.
+            args: all of the kernel's.
+        """
         used: set[str] = set()
         self._device = device
-        given = "".join(f", {self._text(arg, used, address=True)}" for arg in args)
-        self._lines.append((f"{self._constant(kernel)}(stream, {grid}{given})", used))
+        before: tuple[Any, ...] = (*kernel.fixed,) if kernel.short else (grid,)
+        given = [*map(str, grid)] if kernel.short else []
+        given += ["stream", *[self._text(arg, used, address=True) for arg in (*before, *args)]]
+        self._lines.append((f"{self._constant(kernel.short or kernel)}({', '.join(given)})", used))
 
     def _name(self, tensor: Tensor, made: set[str]) -> str:
         name = self._names[tensor] = f"v{self._count}"
@@ -136,7 +174,11 @@ class Tape(TorchDispatchMode):
                 self._refused = True
                 return "None"
             used.add(name)
-            return f"{name}.data_ptr()" if address else name
+            if address:
+                return f"{name}.data_ptr()"
+            self._allocated.pop(name, None)
+            straight = self._turned.get(name, (value.shape, value.stride())) == (value.shape, value.stride())
+            return name if straight else f"{self._constant(Tensor.t)}({name})"
         if type(value) in (tuple, list):
             items = "".join(self._text(item, used, address=address) + ", " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
@@ -182,8 +224,12 @@ _FAST: dict[Any, Any] = {
     _ATEN.t.default: Tensor.t,
     _ATEN.view.default: Tensor.view,
     _ATEN._scaled_mm.default: torch._scaled_mm,
-    _ATEN.empty_strided.default: torch.empty_strided,
 }
 """Functions of torch that do what an operator does with less host work."""
 _ALLOCATIONS = (_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.new_empty.default)
-"""Their results are known by shape and strides: one function, the one that costs the host the least, stands for all."""
+
+
+def _empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -38,6 +38,11 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for plain tensors outside of all transforms, without the host work of looking for these."""
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
 def forward_ad_is_active() -> bool:
     """Whether a level of forward-mode differentiation is entered; False where torch can't tell."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
@@ -52,6 +57,12 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 def current_cuda_stream(device: int) -> int:
     """The handle of the device's current stream."""
     return torch.cuda.current_stream(device).cuda_stream if _raw_stream is None else _raw_stream(device)
+
+
+def fast_empty_strided(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor] | None:
+    """`torch.empty_strided(shape, strides, dtype)` on a CPU or on the current GPU with less host work, or None."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, f"_empty_strided_{device.type}", None) if device.type in ("cpu", "cuda") else None
 
 
 def constant(number: Any) -> Any:

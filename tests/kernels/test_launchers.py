@@ -129,7 +129,7 @@ class Stub:
 def test_other_versions_of_triton_launch_themselves(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     stub = Stub()
-    _triton._Compiled(stub)(3, (2, 1, 1), 11)
+    _triton.Launcher(stub)(3, (2, 1, 1), 11)
     assert stub.ways == ["triton"]
 
 
@@ -137,18 +137,18 @@ def test_a_launch_takes_the_short_way_unless_a_hook_hears_of_it(monkeypatch):
     """Triton's chains of hooks are there when they are empty too."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     stub = Stub()
-    compiled = _triton._Compiled(stub)
-    compiled(3, (2, 1, 1), 11, (12, 13))
+    launch = _triton.Launcher(stub)
+    launch(3, (2, 1, 1), 11, (12, 13))
     assert stub.args[:5] == (2, 1, 1, 3, 7)
     assert stub.args[-2:] == (11, (12, 13))
     for chain in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         heard = []
         chain.add(heard.append)
         try:
-            compiled(3, (2, 1, 1), 11, (12, 13))
+            launch(3, (2, 1, 1), 11, (12, 13))
         finally:
             chain.remove(heard.append)
-    compiled(3, (2, 1, 1), 11, (12, 13))
+    launch(3, (2, 1, 1), 11, (12, 13))
     assert stub.ways == ["short", "triton", "triton", "short"]
 
 

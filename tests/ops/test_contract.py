@@ -55,7 +55,7 @@ class Contract:
         (group,) = pipeline._groups
         x, *extra_inputs = self.tensors
         parameters = [parameter for op in self.ops for parameter in op.own_parameters()]
-        call = group.prepare(x, parameters, tuple(extra_inputs), self.recipe, None)
+        call = group.prepare([x, *parameters, *extra_inputs], self.recipe, None)
         return run_forward(call, x, [*parameters, *extra_inputs])[2]
 
 

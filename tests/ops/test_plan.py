@@ -299,7 +299,7 @@ def test_calls_are_remembered_by_dtype_recipe_and_gradients():
     (group,) = pipeline._groups
 
     def prepare(dtype=torch.float32, recipe=None):
-        return group.prepare(torch.zeros(2, 8, dtype=dtype), list(pipeline.parameters()), (), recipe, None)
+        return group.prepare([torch.zeros(2, 8, dtype=dtype), *pipeline.parameters()], recipe, None)
 
     first = prepare()
     assert prepare() is first

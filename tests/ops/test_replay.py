@@ -237,3 +237,19 @@ def test_a_backward_of_nothing():
     for _ in range(4):
         NoGradient.apply(pipeline(x)).sum().backward()
         assert x.grad is None
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_a_tensor_that_a_transform_left_behind(grads):
+    """It has no storage: an ordinary call takes it."""
+    pipeline, left = linear_bias(), []
+
+    def keep(x):
+        left.append(x)
+        return x.sum()
+
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    torch.func.grad(keep)(x)
+    with torch.set_grad_enabled(grads):
+        for _ in range(4):
+            assert torch.equal(pipeline(left[0]), pipeline(x))

@@ -15,8 +15,8 @@ from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
 from lowp.recipe import Recipe
-from lowp.replay import Replays
-from lowp.torch_compat import backward_is_running, forward_ad_is_active
+from lowp.replay import Replays, layouts
+from lowp.torch_compat import backward_is_running, forward_ad_is_active, plain_apply
 
 if TYPE_CHECKING:
     from lowp.ops.basic_op import BasicOperation
@@ -65,11 +65,11 @@ class OperationFuser:
         if len(extra_inputs) != self.num_extra_inputs:
             fail("OperationFuser", f"takes {self.num_extra_inputs} extra inputs", got=len(extra_inputs))
         recipe = self._resolve(recipe)
-        parameters: list[Any] = [parameter for op in self.basic_ops for parameter in op.own_parameters()]
-        call = self.prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs)
+        tensors: list[Any] = [input_, *[parameter for op in self.basic_ops for parameter in op.own_parameters()]]
+        tensors += extra_inputs
+        call = self.prepare(tensors, recipe, basic_op_kwargs)
         if not call.plan.forward:
             return input_
-        tensors: list[Any] = [input_, *parameters, *extra_inputs]
         if call.autocast_dtype is None:
             return self._run(call, tensors)
         with torch.autocast(input_.device.type, enabled=False):
@@ -95,48 +95,61 @@ class OperationFuser:
         self._forward_recipe = current_recipe()
         return self._forward_recipe
 
-    def prepare(
-        self,
-        input_: Tensor,
-        parameters: list[Tensor | None],
-        extra_inputs: tuple[Tensor, ...],
-        recipe: Recipe | None,
-        basic_op_kwargs: list[dict[str, Any]] | None,
-    ) -> Call:
-        """Everything that a call of the pipeline needs besides tensors. Remembered in eager mode only."""
-        device = input_.device.type
+    def prepare(self, tensors: list[Any], recipe: Recipe | None, basic_op_kwargs: list[dict[str, Any]] | None) -> Call:
+        """Everything that a call of the pipeline needs besides tensors. Remembered in eager mode only.
+
+        Args:
+            tensors: the input, parameters of all operations, then extra inputs of all.
+            recipe: the recipe in force.
+            basic_op_kwargs: a dict of keyword arguments for each operation, or None.
+
+        Returns:
+            The call: the same one, if it can be replayed, for tensors of the same layouts.
+        """
+        device = tensors[0].device.type
         autocast_dtype = None
         if device != "meta" and torch.is_autocast_enabled(device):
             autocast_dtype = torch.get_autocast_dtype(device)
         grads = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or basic_op_kwargs is not None:
-            return self._prepare(input_, parameters, extra_inputs, recipe, basic_op_kwargs, autocast_dtype, grads)
+            return self._prepare(tensors, recipe, basic_op_kwargs, autocast_dtype, grads)
         revisions = [op.revision for op in self.basic_ops]
         if revisions != self._revisions:  # someone set an attribute of an operation
             self._calls, self._revisions = {}, revisions
         bundle = None if recipe is None else recipe.bundle
-        facts = [None if t is None else (t.dtype, t.requires_grad) for t in (input_, *parameters, *extra_inputs)]
-        key = (grads, autocast_dtype, bundle, *facts, *[op.training for op in self.basic_ops])
-        call = self._calls.get(key)
+        facts = [grads, autocast_dtype, bundle, *[op.training for op in self.basic_ops]]
+        facts += [None if tensor is None else tensor.requires_grad for tensor in tensors]
+        layout = layouts(tensors)
+        call = None if layout is None else self._calls.get((*facts, layout))
         if call is None:
-            call = self._prepare(input_, parameters, extra_inputs, recipe, None, autocast_dtype, grads)
-            self._calls[key] = call
+            key = (*facts, *[None if tensor is None else tensor.dtype for tensor in tensors])
+            call = self._calls.get(key)
+            if call is None:
+                call = self._remember(key, self._prepare(tensors, recipe, None, autocast_dtype, grads))
+            if layout is not None and call.can_be_replayed:
+                call = self._remember((*facts, layout), call._replace(replays=(Replays(1), Replays())))
+        return call
+
+    def _remember(self, key: Any, call: Call) -> Call:
+        """Keep a call; the one that was made first makes room for another."""
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.pop(next(iter(self._calls)), None)
+        self._calls[key] = call
         return call
 
     def _prepare(
         self,
-        input_: Tensor,
-        parameters: list[Tensor | None],
-        extra_inputs: tuple[Tensor, ...],
+        tensors: list[Any],
         recipe: Recipe | None,
         basic_op_kwargs: list[dict[str, Any]] | None,
         autocast_dtype: torch.dtype | None,
         grads: bool,
     ) -> Call:
+        counts = [len(op.parameter_names) for op in self.basic_ops]
         extra_counts = [op.num_extra_inputs for op in self.basic_ops]
+        input_, parameters, extra_inputs = tensors[0], tensors[1 : 1 + sum(counts)], tensors[1 + sum(counts) :]
         extra_dtypes = split_groups([tensor.dtype for tensor in extra_inputs], extra_counts)
         dtypes, plan = self.plan(input_.dtype, autocast_dtype, recipe, extra_dtypes)
-        counts = [len(op.parameter_names) for op in self.basic_ops]
         own = split_groups([p is not None and grads and p.requires_grad for p in parameters], counts)
         extra = split_groups([grads and tensor.requires_grad for tensor in extra_inputs], extra_counts)
         wanted = grads and input_.requires_grad
@@ -156,7 +169,7 @@ class OperationFuser:
             tuple(own),
             tuple(extra),
             [{} for _ in self.basic_ops] if basic_op_kwargs is None else basic_op_kwargs,
-            (Replays(), Replays()) if basic_op_kwargs is None and _can_be_replayed(plan) else None,
+            basic_op_kwargs is None and _can_be_replayed(plan),
         )
 
     def plan(
@@ -201,9 +214,14 @@ class OperationFuser:
             for op, require_grad in zip(self.basic_ops, call.parameters_require_grad, strict=True):
                 op.prepare_parameters(require_grad)
         if call.requires_grad[-1] or (not torch.compiler.is_compiling() and forward_ad_is_active()):
-            return Pipeline.apply(tensors[0], call, *tensors[1:])
-        (output, extra_outputs, _), *_ = forward(call, tensors[0], tensors[1:])
+            apply = Pipeline.apply if call.replays is None else apply_plainly
+            return apply(tensors[0], call, *tensors[1:])
+        (output, extra_outputs, _), _ = forward(call, tensors[0], tensors[1:])
         return (output, *extra_outputs) if extra_outputs else output
+
+
+_MOST_CALLS = 128
+apply_plainly = plain_apply(Pipeline)
 
 
 def _no_recipe(which: str, where: str) -> RuntimeError:

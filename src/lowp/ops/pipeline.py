@@ -32,7 +32,9 @@ class Call(NamedTuple):
         parameters_require_grad: for each operation and parameter, whether its gradient is wanted.
         extra_inputs_require_grad: for each operation and extra input, likewise.
         kwargs: each operation's keyword arguments.
-        replays: what is known of the two passes, forward first; None: they are not replayed.
+        can_be_replayed: whether all operations say that both passes can be.
+        replays: what is known of forward and of backward, on tensors of the layouts that this call is for; None: they
+            are not replayed.
     """
 
     basic_ops: tuple[Any, ...]
@@ -45,10 +47,11 @@ class Call(NamedTuple):
     parameters_require_grad: tuple[tuple[bool, ...], ...]
     extra_inputs_require_grad: tuple[tuple[bool, ...], ...]
     kwargs: list[dict[str, Any]]
-    replays: tuple[Replays, Replays] | None
+    can_be_replayed: bool = False
+    replays: tuple[Replays, Replays] | None = None
 
 
-def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[OperationContext], Any]:
+def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[OperationContext]]:
     """Run the forward pass, replayed where that can be.
 
     Args:
@@ -57,8 +60,7 @@ def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, li
         tensors: parameters of all operations, then extra inputs of all.
 
     Returns:
-        output, extra outputs of all operations, what each operation saves; the operations' contexts, without tensors;
-        the key under which backward may be replayed, or None.
+        output, extra outputs of all operations, what each operation saves; the operations' contexts, without tensors.
     """
 
     def run() -> tuple[Any, list[OperationContext]]:
@@ -68,11 +70,11 @@ def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, li
             ctx.to_save = ()
         return (output, tuple(extra_outputs), saved), ctxs
 
-    if call.replays is None:
-        return *run(), None
-    given = [input_, *tensors]
-    key = layouts(given)
-    return *call.replays[0].run(run, given, key), key
+    return run() if call.replays is None else call.replays[0].run(run, [input_, *tensors], _SAME)
+
+
+_SAME = True
+"""The key of all forward passes of a call, which is for tensors of the same layouts."""
 
 
 def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
@@ -171,7 +173,7 @@ class Pipeline(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, call: Call, *tensors: Tensor) -> Any:
         """Run the forward steps and save what backward reads."""
         ctx.set_materialize_grads(False)
-        (output, extra_outputs, saved), ctx.op_ctxs, ctx.key = forward(call, input_, tensors)
+        (output, extra_outputs, saved), ctx.op_ctxs = forward(call, input_, tensors)
         ctx.save_for_backward(*[tensor for group in saved for tensor in group])
         ctx.saved_counts = [len(group) for group in saved]
         ctx.call = call
@@ -208,10 +210,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> Any:
         grad_input, grad_parameters, grad_inputs = run_backward(call, ctxs, grad[0], grad_extra)
         return (grad_input, None, *[g for group in grad_parameters + grad_inputs for g in group]), ()
 
-    if ctx.key is None:
-        return run()[0]
-    key = layouts(tensors)
-    return call.replays[1].run(run, tensors, None if key is None else (ctx.key, key))[0]  # type: ignore[index]
+    return (run() if call.replays is None else call.replays[1].run(run, tensors, layouts(tensors)))[0]
 
 
 _differentiable_once = once_differentiable(_backward)

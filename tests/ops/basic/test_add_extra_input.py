@@ -94,7 +94,7 @@ def test_calls_with_extra_inputs_are_remembered(device):
 
     def prepare(dtype=torch.float32, requires_grad=False):
         extra = torch.zeros(2, 8, device=device, dtype=dtype, requires_grad=requires_grad)
-        return group.prepare(torch.zeros(2, 8, device=device), list(module.parameters()), (extra,), None, None)
+        return group.prepare([torch.zeros(2, 8, device=device), *module.parameters(), extra], None, None)
 
     first = prepare()
     assert prepare() is first
