@@ -19,7 +19,14 @@ LENGTHS = (1, 21, 128, 768, 4096, 5120, 8192, 12288, 16384, 65536)
 """Below, at and between powers of two; the last one doesn't fit into registers."""
 
 
-def _build(kernel: Any, K: int, pointers: dict[str, str | None], constants: tuple[Any, ...], warps: int) -> Build:
+def _build(
+    kernel: Any,
+    K: int,
+    pointers: dict[str, str | None],
+    constants: tuple[Any, ...],
+    warps: int,
+    maxnreg: int | None = None,
+) -> Build:
     """Sizes and strides are known to be 1 or multiples of 16 where K is."""
     names = kernel.arg_names
     known = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
@@ -31,7 +38,7 @@ def _build(kernel: Any, K: int, pointers: dict[str, str | None], constants: tupl
         known |= dict.fromkeys(set(scalars) - {"M", *floats}, 1)
     types = {name: "fp32" if name in floats else kind for name, kind in types.items() if name not in known}
     aligned = types.keys() - set(scalars if K % 16 else floats)
-    return Build(kernel, types, known, warps, aligned, label=f"K{K}")
+    return Build(kernel, types, known, warps, aligned, maxnreg, label=f"K{K}")
 
 
 def forward(
@@ -49,7 +56,9 @@ def forward(
         "rstd_ptr": "*fp32",
         "amax_ptr": "*fp32" if amax else None,
     }
-    return _build(kernel, K, pointers, norm._constants(config, K, x.itemsize, not layer, y), config.num_warps)
+    return _build(
+        kernel, K, pointers, norm._constants(config, K, x.itemsize, not layer, y), config.num_warps, config.maxnreg
+    )
 
 
 def backward(

@@ -90,6 +90,14 @@ def share_of_row(kind: str, K: int) -> float:
     return 1.0 if kind == "l2" else 1.0 / max(K, 1)
 
 
+def sums_of_equals_are_exact(dtype: torch.dtype, K: int) -> bool:
+    """Whether fp32 holds the sum of up to K equal values of a dtype: then the mean of a constant row is exact.
+
+    Otherwise it is corrected by the mean deviation from it.
+    """
+    return power_of_2(K) * torch.finfo(torch.float32).eps <= torch.finfo(dtype).eps
+
+
 def check_rows(op: str, kind: str, x_MK: Tensor, *vectors: tuple[str, Tensor | None]) -> None:
     """Raise unless kind and matrix are such as norms take, and each `(name, vector)` has an element for each column."""
     if kind not in KINDS:
@@ -117,12 +125,14 @@ def _norm_forward_ref(
     with_amax: bool,
 ) -> Outputs:
     """The formulas; in one memory layout, since torch's order of sums follows from it."""
+    exact = sums_of_equals_are_exact(x_MK.dtype, x_MK.shape[1])
     x_MK = x_MK.to(torch.float32, memory_format=torch.contiguous_format)
     share = share_of_row(kind, x_MK.shape[1])
     mean_M, off_MK = None, x_MK
     if centered(kind):
-        mean_M = x_MK.sum(1) * share
-        mean_M += (x_MK - mean_M[:, None]).sum(1) * share
+        mean_M = x_MK.sum(1) / max(x_MK.shape[1], 1)
+        if not exact:
+            mean_M += (x_MK - mean_M[:, None]).sum(1) * share
         off_MK = x_MK - mean_M[:, None]
     rstd_M = (off_MK.square().sum(1) * share + eps).sqrt().reciprocal()
     if not (output or with_amax):
@@ -164,6 +174,9 @@ class Config(NamedTuple):
         programs: at most so many, each with several tiles in turn; 0: one program a tile.
         keep: whether a program keeps the parameters in registers.
         prefetch: whether a program reads its next tile before it works on this one.
+        columns: rows whose extremes are held to find amax column by column, which takes less work and more registers;
+            0: it is found element by element.
+        maxnreg: registers of a thread at most; None: as many as the compiler likes.
     """
 
     block_m: int
@@ -171,6 +184,8 @@ class Config(NamedTuple):
     programs: int = 0
     keep: bool = False
     prefetch: bool = False
+    columns: int = 1
+    maxnreg: int | None = None
 
 
 class LongConfig(NamedTuple):
@@ -179,6 +194,7 @@ class LongConfig(NamedTuple):
     block_k: int
     num_warps: int
     programs: int = 0
+    maxnreg: int | None = None
 
 
 LONGEST = 16384
@@ -187,6 +203,8 @@ LONG = LongConfig(block_k=8192, num_warps=16)
 TILE = 4096
 """Elements of a tile where rows are shorter, unless they are so short that it has `ROWS` rows."""
 ROWS = 16
+_WHOLE = 1024
+"""Features from which on all threads of a program share each row of a tile: each of them then holds whole columns."""
 _RESIDENT = 132 * 16384
 """Elements on which an H200 works at a time."""
 
@@ -207,8 +225,9 @@ def config_for(K: int, itemsize: int, *, centered: bool, amax: bool) -> Config |
         return Config(block_m, num_warps)
     programs = min(_RESIDENT // tile, PARTIALS)
     if tile == LONGEST:
-        return Config(block_m, num_warps, programs, prefetch=itemsize == 2)
-    return Config(block_m, num_warps, programs, keep=not centered, prefetch=True)
+        return Config(block_m, num_warps, programs, prefetch=itemsize == 2, columns=0)
+    columns = 1 if block_k >= _WHOLE else block_m
+    return Config(block_m, num_warps, programs, keep=not centered, prefetch=True, columns=columns)
 
 
 def _norm_forward_launch(
@@ -235,6 +254,7 @@ def _norm_forward_launch(
         (x_MK, *parameters, *outputs, M, K, x_MK.stride(0), share_of_row(kind, K), float(eps)),
         _constants(config, K, x_MK.element_size(), zero_centered, dtype),
         num_warps=config.num_warps,
+        maxnreg=config.maxnreg,
         enable_fp_fusion=False,
     )
     return outputs
@@ -253,7 +273,7 @@ def _constants(
         return *rounding, config.block_k
     block_k = power_of_2(K)
     levels = 0 if K % _VECTOR or not K else {2: 3, 4: 2}[itemsize]  # neighbours that a thread loads at once
-    return *rounding, config.block_m, block_k, K == block_k, levels, config.keep, config.prefetch
+    return *rounding, config.block_m, block_k, K == block_k, levels, config.keep, config.prefetch, config.columns
 
 
 def _norm_forward_allocate(

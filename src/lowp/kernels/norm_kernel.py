@@ -1,8 +1,7 @@
 """The Triton kernels of the norms: see lowp.kernels.norm, whose formulas they compute.
 
-A sum over K is multiplied by `share`: 1 / K makes it a mean, 1 leaves it a sum. The mean is corrected by the mean
-deviation from it, so that it is exact where a row is constant; the variance is that of the deviations from the mean,
-so that a large mean takes nothing from it.
+A sum over K is multiplied by `share`: 1 / K makes it a mean, 1 leaves it a sum. The mean is exact where a row is
+constant; the variance is that of the deviations from the mean, so that a large mean takes nothing from it.
 
 Shape legend: M = rows (tokens), K = features; R = rows of a tile, L = parts of a row.
 Source: Chan et al., Algorithms for Computing the Sample Variance (1983), for rows that don't fit into registers.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from lowp.kernels._triton import constexpr, jit, tl
 from lowp.kernels.amax import PARTIALS
-from lowp.kernels.normalized import normalize
+from lowp.kernels.normalized import normalize, scale_and_shift, standardize
 
 _PARTIALS = constexpr(PARTIALS)
 
@@ -43,30 +42,68 @@ def inverse_root(squares_RL, share, eps):
 
 
 @jit
-def mean_of_neighbours(x_RK, LEVELS: tl.constexpr):
-    """Means of 2**LEVELS neighbours, exact where these are equal; in a thread, so a sum over a row has less to do."""
-    for _ in tl.static_range(LEVELS):
-        even, odd = tl.split(tl.reshape(x_RK, [x_RK.shape[0], x_RK.shape[1] // 2, 2]))
-        x_RK = even + odd
-    return x_RK * 0.5**LEVELS
+def _halves(x_RK):
+    """Each element's neighbours, in two tensors of half the length."""
+    return tl.split(tl.reshape(x_RK, [x_RK.shape[0], x_RK.shape[1] // 2, 2]))
 
 
 @jit
-def _emit(y_ptr, offset, y, present, DTYPE: tl.constexpr, OVERFLOW: tl.constexpr):
-    """Write y, rounded, if it is wanted, and give what counts for amax: rounded at last, since that keeps the order."""
-    if y_ptr is not None:
-        tl.store(y_ptr + offset, y.to(DTYPE), mask=present)
+def _sum_of_neighbours(x_RK, LEVELS: tl.constexpr):
+    """Sums of 2**LEVELS neighbours, which a thread holds: a sum over a row then has less to do."""
+    for _ in tl.static_range(LEVELS):
+        even, odd = _halves(x_RK)
+        x_RK = even + odd
+    return x_RK
+
+
+@jit
+def _squares_of_neighbours(x_RK, LEVELS: tl.constexpr):
+    """Sums of the squares of 2**LEVELS neighbours."""
+    if LEVELS == 0:
+        squares = x_RK * x_RK
+    else:
+        even, odd = _halves(x_RK)
+        squares = _sum_of_neighbours(tl.fma(even, even, odd * odd), LEVELS - 1)
+    return squares
+
+
+@jit
+def _mean(x_RK, present_RK, K, share, DTYPE: tl.constexpr, LEVELS: tl.constexpr):
+    """The mean of rows of K elements, exact where a row is constant.
+
+    As `lowp.kernels.norm.sums_of_equals_are_exact` says: otherwise it is corrected by the mean deviation from it.
+    """
+    total = _sum_of_neighbours(x_RK, LEVELS)
+    if x_RK.shape[1] <= 2 ** (tl.float32.fp_mantissa_width - DTYPE.fp_mantissa_width):
+        mean = tl.div_rn(tl.sum(total, 1, keep_dims=True), tl.maximum(K, 1) * 1.0)
+    else:
+        counts = _sum_of_neighbours(present_RK.to(tl.float32), LEVELS)
+        mean = mean_of_rows(total * 0.5**LEVELS, counts, share)
+    return mean
+
+
+@jit
+def _finite(y, present, OVERFLOW: tl.constexpr):
+    """Magnitudes, with 0 for what is not there or becomes infinite when it is rounded."""
     magnitude = tl.abs(y)
     return tl.where(present & (magnitude < OVERFLOW), magnitude, 0.0)
 
 
 @jit
-def _store_amax(amax_ptr, largest, DTYPE: tl.constexpr):
+def _amax_of_extremes(z, w, b, present, ZERO: tl.constexpr, OVERFLOW: tl.constexpr):
+    """The largest |y| of the columns' extremes, and 1 if one is infinite, which hides what is finite there, else 0."""
+    y = scale_and_shift(z, w, b, ZERO)
+    magnitude = _finite(y, present, OVERFLOW)
+    hides = present & (magnitude == 0.0) & (y != 0.0)
+    return tl.max(magnitude), tl.max(hides.to(tl.int32))
+
+
+@jit
+def _store_amax(amax_ptr, amax, DTYPE: tl.constexpr):
     """One part for each program; the parts without a program are 0."""
     turn = tl.arange(0, _PARTIALS)
     part = tl.program_id(0) + turn * tl.num_programs(0)
-    amax = tl.max(largest).to(DTYPE).to(tl.float32)
-    tl.store(amax_ptr + part, tl.where(turn == 0, amax, 0.0), mask=part < _PARTIALS)
+    tl.store(amax_ptr + part, tl.where(turn == 0, amax.to(DTYPE).to(tl.float32), 0.0), mask=part < _PARTIALS)
 
 
 @jit
@@ -92,8 +129,15 @@ def norm_kernel(
     LEVELS: tl.constexpr,
     KEEP: tl.constexpr,
     PREFETCH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Rows that fit into registers. KEEP: the parameters stay there too; PREFETCH: the next tile is read early."""
+    """Rows that fit into registers.
+
+    KEEP: the parameters stay there too. PREFETCH: the next tile is read early. COLUMNS: if not 0, amax takes the
+    parameters once, after all rows: in a column, y follows z = (x - mean) * rstd up or down, so that the largest |y| is
+    that of the largest or the smallest z, or without a bias of the largest |z|. Of so many rows in turn, each column
+    has extremes of its own.
+    """
     k = columns_of(x_ptr, BLOCK_K)
     in_row = tl.full([1, BLOCK_K], True, tl.int1) if EVEN else k < K
     w = tl.load(w_ptr + k, mask=in_row, other=0.0) if KEEP and (w_ptr is not None) else None
@@ -104,6 +148,8 @@ def norm_kernel(
         m = tl.program_id(0) * BLOCK_M + r
         following = tl.load(x_ptr + m * stride_m + k, mask=in_row & (m < M), other=0.0)
     largest = tl.zeros([BLOCK_M, BLOCK_K // 2**LEVELS], tl.float32)
+    top = tl.full([COLUMNS if COLUMNS else 1, BLOCK_K], -float("inf"), tl.float32)
+    bottom = -top
     for start in range(tl.program_id(0) * BLOCK_M, M, step):
         m = start + r
         inside = tl.full([1, 1], True, tl.int1) if BLOCK_M == 1 else m < M
@@ -117,24 +163,50 @@ def norm_kernel(
         mean = None
         off = x
         if mean_ptr is not None:
-            count = present.to(tl.float32)
-            counts = mean_of_neighbours(count, LEVELS) * 2**LEVELS
-            mean = mean_of_rows(mean_of_neighbours(x, LEVELS), counts, share)
+            mean = _mean(x, present, K, share, x_ptr.dtype.element_ty, LEVELS)
             tl.store(mean_ptr + m, mean, mask=inside)
-            off = (x - mean) * count
-        rstd = inverse_root(off * off, share, eps)
+            off = (x - mean) * present.to(tl.float32)
+        rstd = inverse_root(_squares_of_neighbours(off, LEVELS), share, eps)
         tl.store(rstd_ptr + m, rstd, mask=inside)
-        if KEEP:
-            y = normalize(x, mean, rstd, w, b, ZERO)
-        else:
-            w_now = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
-            b_now = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
-            y = normalize(x, mean, rstd, w_now, b_now, ZERO)
-        magnitude = _emit(y_ptr, m * K + k, y, present, DTYPE, OVERFLOW)
-        magnitude = tl.reshape(magnitude, [BLOCK_M, BLOCK_K // 2**LEVELS, 2**LEVELS])
-        largest = tl.maximum(largest, tl.max(magnitude, 2))
+        z = standardize(x, mean, rstd)
+        if (y_ptr is not None) or ((amax_ptr is not None) and COLUMNS == 0):
+            w_now = w if KEEP or w_ptr is None else tl.load(w_ptr + k, mask=in_row, other=0.0)
+            b_now = b if KEEP or b_ptr is None else tl.load(b_ptr + k, mask=in_row, other=0.0)
+            y = scale_and_shift(z, w_now, b_now, ZERO)
+            if y_ptr is not None:
+                tl.store(y_ptr + m * K + k, y.to(DTYPE), mask=present)
+            if (amax_ptr is not None) and COLUMNS == 0:
+                magnitude = tl.reshape(_finite(y, present, OVERFLOW), [BLOCK_M, BLOCK_K // 2**LEVELS, 2**LEVELS])
+                largest = tl.maximum(largest, tl.max(magnitude, 2))
+        if (amax_ptr is not None) and COLUMNS > 0:
+            z = z if BLOCK_M == 1 else tl.where(inside, z, float("nan"))  # which no maximum takes
+            size = z if b_ptr is not None else tl.abs(z)
+            top = tl.maximum(top, size if COLUMNS == BLOCK_M else tl.max(size, 0, keep_dims=True))
+            if b_ptr is not None:
+                bottom = tl.minimum(bottom, z if COLUMNS == BLOCK_M else tl.min(z, 0, keep_dims=True))
     if amax_ptr is not None:
-        _store_amax(amax_ptr, largest, DTYPE)
+        amax = tl.max(largest)
+        if COLUMNS > 0:
+            w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+            b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
+            present = in_row & (top > -float("inf"))  # columns that have rows
+            amax, hides = _amax_of_extremes(top, w, b, present, ZERO, OVERFLOW)
+            if b_ptr is not None:
+                low, low_hides = _amax_of_extremes(bottom, w, b, present, ZERO, OVERFLOW)
+                amax, hides = tl.maximum(amax, low), tl.maximum(hides, low_hides)
+            if hides > 0:
+                tl.debug_barrier()  # the statistics are read where they were written
+                amax *= 0.0
+                for start in range(tl.program_id(0) * BLOCK_M, M, step):
+                    m = start + r
+                    x = tl.load(x_ptr + m * stride_m + k, mask=in_row & (m < M), other=0.0)
+                    mean = tl.load(mean_ptr + m, mask=m < M, other=0.0) if mean_ptr is not None else None
+                    rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
+                    w_now = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+                    b_now = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
+                    y = normalize(x, mean, rstd, w_now, b_now, ZERO)
+                    amax = tl.maximum(amax, tl.max(_finite(y, in_row & (m < M), OVERFLOW)))
+        _store_amax(amax_ptr, amax, DTYPE)
 
 
 @jit
@@ -185,6 +257,8 @@ def norm_long_kernel(
             w = tl.load(w_ptr + k, mask=k < K, other=0.0) if w_ptr is not None else None
             b = tl.load(b_ptr + k, mask=k < K, other=0.0) if b_ptr is not None else None
             y = normalize(x, mean, rstd, w, b, ZERO)
-            largest = tl.maximum(largest, _emit(y_ptr, m * K + k, y, k < K, DTYPE, OVERFLOW))
+            if y_ptr is not None:
+                tl.store(y_ptr + m * K + k, y.to(DTYPE), mask=k < K)
+            largest = tl.maximum(largest, _finite(y, k < K, OVERFLOW))
     if amax_ptr is not None:
-        _store_amax(amax_ptr, largest, DTYPE)
+        _store_amax(amax_ptr, tl.max(largest), DTYPE)

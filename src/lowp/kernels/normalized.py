@@ -131,23 +131,34 @@ def normalize_ref(
 
 
 @jit
+def standardize(x, mean, rstd):
+    """`(x - mean) * rstd` in fp32, step by step; None: no mean is subtracted."""
+    y = x.to(tl.float32)
+    if mean is not None:
+        y = y - mean
+    return y * rstd
+
+
+@jit
+def scale_and_shift(z, w, b, ZERO_CENTERED: tl.constexpr):
+    """`z * w + b` in fp32, step by step; None for what is not there."""
+    if w is not None:
+        weight = w.to(tl.float32)
+        if ZERO_CENTERED:
+            weight = 1.0 + weight
+        z = z * weight
+    if b is not None:
+        z = z + b.to(tl.float32)
+    return z
+
+
+@jit
 def normalize(x, mean, rstd, w, b, ZERO_CENTERED: tl.constexpr):
     """The formula in fp32, step by step, for whatever broadcasts; None for what is not there.
 
     The steps are rounded one by one: launch with `enable_fp_fusion=False`.
     """
-    y = x.to(tl.float32)
-    if mean is not None:
-        y = y - mean
-    y = y * rstd
-    if w is not None:
-        weight = w.to(tl.float32)
-        if ZERO_CENTERED:
-            weight = 1.0 + weight
-        y = y * weight
-    if b is not None:
-        y = y + b.to(tl.float32)
-    return y
+    return scale_and_shift(standardize(x, mean, rstd), w, b, ZERO_CENTERED)
 
 
 @jit

@@ -38,7 +38,8 @@ def run_kernels(cases: Sequence[KernelCase], bench: Bench) -> list[Entry]:
 def _run_shape(shape: tuple[int, int], cases: Sequence[KernelCase], bench: Bench) -> Entry:
     torch.manual_seed(0)
     elements = math.prod(shape)
-    copies = max(1, _SPREAD_BYTES // (elements * BF16_BYTES)) if bench.device.type == "cuda" else 1
+    timed = bench.device.type == "cuda" and bench.effort.rounds > 1
+    copies = max(1, _SPREAD_BYTES // (elements * BF16_BYTES)) if timed else 1
     inputs = [torch.randn(shape, device=bench.device, dtype=torch.bfloat16) for _ in range(copies)]
     targets = [torch.empty_like(x) for x in inputs]
     moved = {"copy": 2 * BF16_BYTES * elements}

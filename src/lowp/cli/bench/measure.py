@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -92,4 +93,15 @@ def without_host_time(step: Step, device: torch.device) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return _Recorded(graph, step)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A step's graph, with the step, which holds the tensors that the graph reads."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Step
+
+    def __call__(self) -> None:
+        self.graph.replay()
