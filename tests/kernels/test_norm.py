@@ -19,9 +19,9 @@ from tests.kernels.norm_oracle import EPS, KINDS, LENGTHS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CONFIGS = [
-    kernel.Config(block_m, num_warps, programs, keep, prefetch)
+    kernel.Config(block_m, num_warps, programs, keep, prefetch, columns)
     for block_m, num_warps, programs in ((1, 8, 0), (1, 4, 7), (4, 4, 0), (2, 8, 512))
-    for keep, prefetch in ((False, False), (True, True))
+    for keep, prefetch, columns in ((False, False, 0), (True, True, 1), (False, True, block_m))
 ] + [kernel.LongConfig(block_k, num_warps, programs) for block_k, num_warps, programs in ((256, 4, 0), (512, 8, 7))]
 
 
@@ -199,6 +199,28 @@ def test_amax_counts_what_is_finite_after_rounding(device, dtype, halfway):
         b[3] = bias
         y, _, _, amax_P = norm_forward(x, None, b, kind="layer", eps=EPS, amax=True)
         assert amax_P.max().item() == expected == oracle.amax(y.cpu())
+
+
+@pytest.mark.parametrize("K", [16, 48, 4096, 8192, 16384, 20_000])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinite_value_hides_no_finite_one_of_its_column(device, K, with_bias, sign):
+    """Where an amax is found column by column, whether the extreme is the largest value or the smallest."""
+    x = torch.ones(64, K, dtype=FP16)
+    x[:, ::2] = -1
+    x[1::3] = 0
+    x[1::3, 0] = sign  # standardized, it is far above 1
+    x[2::3, 1] = math.nan
+    w = torch.full((K,), 0.5)
+    w[0] = 60000.0
+    b = torch.full((K,), 0.25) if with_bias else None
+    for kind in ("layer", "rms"):
+        for output in (True, False):
+            given = [None if t is None else t.to(device) for t in (x, w, b)]
+            amax_P = norm_forward(*given, kind=kind, eps=EPS, dtype=FP16, output=output, amax=True)[3]
+            y = norm_forward(*given, kind=kind, eps=EPS, dtype=FP16)[0]
+            assert y.isinf().any()
+            assert amax_P.max().item() == oracle.amax(y.cpu()) > 59000
 
 
 def test_no_features(device):

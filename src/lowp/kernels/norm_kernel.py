@@ -99,6 +99,23 @@ def _amax_of_extremes(z, w, b, present, ZERO: tl.constexpr, OVERFLOW: tl.constex
 
 
 @jit
+def _amax_of_rows(operands, k, r, in_row, M, stride_m, step, ZERO: tl.constexpr, OVERFLOW: tl.constexpr):
+    """The largest finite |y| of a program's rows, element by element, once their statistics are known."""
+    x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr = operands
+    amax = 0.0
+    for start in range(tl.program_id(0) * r.shape[0], M, step):
+        m = start + r
+        present = in_row & (m < M)
+        x = tl.load(x_ptr + m * stride_m + k, mask=present, other=0.0)
+        mean = tl.load(mean_ptr + m, mask=m < M, other=0.0) if mean_ptr is not None else None
+        rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
+        w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+        b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
+        amax = tl.maximum(amax, tl.max(_finite(normalize(x, mean, rstd, w, b, ZERO), present, OVERFLOW)))
+    return amax
+
+
+@jit
 def _store_amax(amax_ptr, amax, DTYPE: tl.constexpr):
     """One part for each program; the parts without a program are 0."""
     turn = tl.arange(0, _PARTIALS)
@@ -196,16 +213,8 @@ def norm_kernel(
                 amax, hides = tl.maximum(amax, low), tl.maximum(hides, low_hides)
             if hides > 0:
                 tl.debug_barrier()  # the statistics are read where they were written
-                amax *= 0.0
-                for start in range(tl.program_id(0) * BLOCK_M, M, step):
-                    m = start + r
-                    x = tl.load(x_ptr + m * stride_m + k, mask=in_row & (m < M), other=0.0)
-                    mean = tl.load(mean_ptr + m, mask=m < M, other=0.0) if mean_ptr is not None else None
-                    rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
-                    w_now = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
-                    b_now = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
-                    y = normalize(x, mean, rstd, w_now, b_now, ZERO)
-                    amax = tl.maximum(amax, tl.max(_finite(y, in_row & (m < M), OVERFLOW)))
+                rows = (x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr)
+                amax = _amax_of_rows(rows, k, r, in_row, M, stride_m, step, ZERO, OVERFLOW)
         _store_amax(amax_ptr, amax, DTYPE)
 
 
