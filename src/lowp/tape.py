@@ -150,10 +150,10 @@ class Tape(TorchDispatchMode):
         """
         used: set[str] = set()
         self._device = device
-        before: tuple[Any, ...] = (*kernel.fixed,) if kernel.short else (grid,)
-        given = [*map(str, grid)] if kernel.short else []
-        given += ["stream", *[self._text(arg, used, address=True) for arg in (*before, *args)]]
-        self._lines.append((f"{self._constant(kernel.short or kernel)}({', '.join(given)})", used))
+        before = f"{', '.join(map(str, grid))}, stream" if kernel.short else f"stream, {grid}"
+        fixed = kernel.fixed if kernel.short else ()
+        given = "".join(f", {self._text(arg, used, address=True)}" for arg in (*fixed, *args))
+        self._lines.append((f"{self._constant(kernel.short or kernel)}({before}{given})", used))
 
     def _name(self, tensor: Tensor, made: set[str]) -> str:
         name = self._names[tensor] = f"v{self._count}"
@@ -177,8 +177,8 @@ class Tape(TorchDispatchMode):
             if address:
                 return f"{name}.data_ptr()"
             self._allocated.pop(name, None)
-            straight = self._turned.get(name, (value.shape, value.stride())) == (value.shape, value.stride())
-            return name if straight else f"{self._constant(Tensor.t)}({name})"
+            layout = (value.shape, value.stride())
+            return name if self._turned.get(name, layout) == layout else f"{self._constant(Tensor.t)}({name})"
         if type(value) in (tuple, list):
             items = "".join(self._text(item, used, address=address) + ", " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
@@ -229,7 +229,5 @@ _FAST: dict[Any, Any] = {
 _ALLOCATIONS = (_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.new_empty.default)
 
 
-def _empty_strided(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
