@@ -197,11 +197,12 @@ def configurations(case: Case, x: Tensor) -> Iterator[Any]:
     warps = [w for w in (2, 4, 8, 16, 32) if 8 <= block_k // (32 * w) <= 64]
     if case.forward is not None:
         per_program = (132, 264, 396, 512) if case.forward[1] else (0, 264, 396, 528, 1056)
-        for block_m, w, programs, keep, ahead in itertools.product(
-            (1, 2), warps, per_program, (False, True), (False, True)
+        columns = (0, 1) if case.forward[1] else (0,)
+        for block_m, w, programs, keep, ahead, held, registers in itertools.product(
+            (1, 2), warps, per_program, (False, True), (False, True), columns, (None, 64, 128)
         ):
             if programs or not (keep or ahead):
-                yield norm.Config(block_m, w, programs, keep, ahead)
+                yield norm.Config(block_m, w, programs, keep, ahead, held, registers)
         return
     assert case.backward is not None
     per_program = (132, 264, 396, 528) if case.backward[1] else (0, 264, 528)
