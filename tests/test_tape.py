@@ -149,45 +149,47 @@ def test_allocations_are_those_that_were_recorded(allocate):
         assert fact(found) == fact(expected)
 
 
-def test_a_matrix_that_is_read_transposed_is_allocated_so():
-    """As long as no operator reads it otherwise; both ways round may be results."""
-
+def test_a_matrix_that_is_read_transposed_alone_is_allocated_so():
     def function(x):
-        straight = torch.empty(2, 3)
-        turned = straight.t()
-        turned.copy_(x)
-        other = torch.zeros(2, 3)
-        return straight, turned, straight + 1, turned + 1, other.t() + 1
+        turned, read, given = torch.empty(2, 3), torch.empty(2, 3), torch.empty(2, 3)
+        y = turned.t().copy_(x)
+        read.fill_(1)
+        z = read.t() + x
+        return y, z, given, given.t().copy_(x)
 
     (results, program), x = record(function, torch.randn(3, 2)), torch.randn(3, 2)
     found, expected = program([x]), function(x)
     for replayed, ordinary, recorded in zip(found, expected, results, strict=True):
         assert torch.equal(replayed, ordinary)
         assert replayed.stride() == ordinary.stride() == recorded.stride()
-    assert found[0].data_ptr() == found[1].data_ptr()
+    assert expected[0]._is_view()
+    assert not found[0]._is_view()
+    assert not found[2]._is_view(), "a result that was no view is none"
+    assert found[3]._base is found[2]
 
 
-def test_a_launch_that_has_a_short_way_takes_it(monkeypatch):
+def test_kernels_take_the_address_of_a_matrix_that_is_allocated_transposed(monkeypatch):
+    monkeypatch.setattr("lowp.tape.current_cuda_stream", lambda device: 9)
+    x, launches = torch.ones(3, 3), []
+    tape = Tape([x])
+    with tape:
+        made = torch.empty(3, 3)
+        tape.launched(lambda *args: launches.append(args), (), (), 0, (made, (made, x)))
+        result = made.t() * 0
+        tape.launched(lambda *args: launches.append(args), (), (), 0, (made,))
+    assert tape.program(result)([x]).stride() == (1, 3)
+    address = launches[1][1]
+    assert launches == [(9, address, (address, x.data_ptr())), (9, address)]
+
+
+def test_a_launch_takes_the_way_that_it_is_given(monkeypatch):
     monkeypatch.setattr("lowp.tape.current_cuda_stream", lambda device: 9)
     x, launches = torch.ones(3), []
-
-    class Kernel:
-        fixed = (7, (4, 1))
-
-        def __init__(self, short):
-            self.short = short
-
-        def __call__(self, *args):
-            launches.append(args)
-
-    for short in (None, lambda *args: launches.append(args)):
-        tape = Tape([x])
-        with tape:
-            tape.launched(Kernel(short), 0, (2, 1, 1), (x, (x, 3), None, 5))
-        tape.program(None)([x])
-    at = x.data_ptr()
-    assert launches[0] == (9, (2, 1, 1), at, (at, 3), None, 5)
-    assert launches[1] == (2, 1, 1, 9, 7, (4, 1), at, (at, 3), None, 5)
+    tape = Tape([x])
+    with tape:
+        tape.launched(lambda *args: launches.append(args), (2, 1, 1), (7, (4, 1)), 0, (x, (x, 3), None, 5))
+    tape.program(None)([x])
+    assert launches == [(2, 1, 1, 9, 7, (4, 1), x.data_ptr(), (x.data_ptr(), 3), None, 5)]
 
 
 def test_facts_of_dtypes_are_constants():

@@ -40,15 +40,14 @@ class Replays:
         Args:
             function: gives nested tuples of tensors; and the operations' contexts, without tensors.
             tensors: all that it reads; a replay empties the list.
-            key: all that results depend on besides the tensors' values: `layouts(tensors)`, and what other arguments
-                there are; None: this call isn't replayed.
+            key: all that results depend on besides the tensors' values and what all calls have in common: mostly
+                `layouts(tensors)`, and what other arguments there are; None: this call isn't replayed.
         """
         if key is None:
             return function()
         known = self._known.get(key, _NEW)
         if known is _NEW:
-            if len(self._known) >= self._most:
-                self._known.pop(next(iter(self._known)), None)
+            make_room(self._known, self._most)
             self._known[key] = None
             return function()
         if known is None:
@@ -71,6 +70,12 @@ class Replays:
     def forget(self) -> None:
         """Start anew."""
         self._known.clear()
+
+
+def make_room(known: dict[Any, Any], most: int) -> None:
+    """Drop the entry that was made first, if there are so many; other threads may be at it too."""
+    for oldest in list(known)[:1] if len(known) >= most else ():
+        known.pop(oldest, None)
 
 
 _NEW: Any = object()

@@ -17,6 +17,7 @@ but these and what it makes of them, and communicates with nobody. Who calls it 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +52,10 @@ class Tape(TorchDispatchMode):
         self._inputs = len(tensors)
         self._lines: list[tuple[str, set[str]]] = []  # with the names that a line reads or makes
         self._globals: dict[str, Any] = {}
-        self._allocated: dict[str, int] = {}  # the lines that made what no operator has read so far
-        self._turned: dict[str, Any] = {}  # layouts of the matrices that are allocated as transposes of what they were
+        self._home = next((tensor.device for tensor in tensors if tensor is not None), None)
+        self._reads: Counter[str] = Counter()  # of a name as a tensor: kernels take addresses
+        self._allocated: dict[str, int] = {}  # where a name was made as an allocation
+        self._transposed: dict[str, tuple[str, int, str]] = {}  # name of a transpose -> of what, where, made directly
         self._count = self._inputs
         self._device: int | None = None
         self._refused = False
@@ -94,9 +97,10 @@ class Tape(TorchDispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
-            self._allocate(result)
-            return
-        if func is _ATEN.t.default and self._turn(args[0], result):
+            made: set[str] = set()
+            name = self._name(result, made)
+            self._allocated[name] = len(self._lines)
+            self._lines.append((f"{name} = {self._allocation(result)}", made))
             return
         used: set[str] = set()
         given = [self._text(arg, used) for arg in args]
@@ -104,7 +108,10 @@ class Tape(TorchDispatchMode):
         text = f"{self._constant(_FAST.get(func, func))}({', '.join(given)})"
         if isinstance(result, Tensor):
             if result not in self._names:
-                text = f"{self._name(result, used)} = {text}"
+                name = self._name(result, used)
+                if func is _ATEN.t.default and args[0] in self._names:
+                    self._transposed[name] = self._names[args[0]], len(self._lines), self._allocation(result)
+                text = f"{name} = {text}"
             elif not func._schema.is_mutable:  # it gave its argument back: nothing was done
                 return
         elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
@@ -114,46 +121,44 @@ class Tape(TorchDispatchMode):
             return  # a fact of no tensor's value, such as what dtypes are promoted to
         self._lines.append((text, used))
 
-    def _allocate(self, result: Tensor) -> None:
-        """Note an allocation: by shape and strides, with the function that costs the host the least."""
-        made: set[str] = set()
-        name = self._name(result, made)
-        self._allocated[name] = len(self._lines)
-        self._lines.append((f"{name} = {self._allocation(result)}", made))
-
     def _allocation(self, like: Tensor) -> str:
-        function = fast_empty_strided(like.device)
+        """An allocation by shape and strides, with the function that costs the host the least."""
+        at_home = like.device.type == "cpu" or like.device == self._home  # which is current when a program runs
+        function = fast_empty_strided(like.device) if at_home else None
         options = [like.dtype] if function else [like.dtype, like.device]
         given = [repr(tuple(like.shape)), repr(like.stride()), *map(self._constant, options)]
         return f"{self._constant(function or _empty_strided)}({', '.join(given)})"
 
-    def _turn(self, tensor: Tensor, result: Tensor) -> bool:
-        """Allocate a matrix as its transpose, where only that is read as a tensor: kernels take addresses."""
-        name = self._names.get(tensor)
-        at = None if name is None else self._allocated.pop(name, None)
-        if name is None or at is None:
-            return False
-        self._lines[at] = (f"{name} = {self._allocation(result)}", self._lines[at][1])
-        self._names[result] = name
-        self._turned[name] = (result.shape, result.stride())
-        return True
+    def _allocate_transposed(self) -> None:
+        """Where kernels alone use a matrix that was allocated, and its transpose is read, allocate that instead."""
+        for turned, (straight, at, allocation) in self._transposed.items():
+            made_at = self._allocated.get(straight)
+            if made_at is None or self._reads[straight] > 1:
+                continue
+            self._lines[made_at] = f"{turned} = {allocation}", {turned}
+            self._lines[at] = "pass", {turned}
+            address, turned_address = f"{straight}.data_ptr()", f"{turned}.data_ptr()"
+            for index, (line, used) in enumerate(self._lines):
+                if straight in used:
+                    self._lines[index] = line.replace(address, turned_address), used - {straight} | {turned}
 
-    def launched(self, kernel: Any, device: int, grid: tuple[int, ...], args: Sequence[Any]) -> None:
-        """Note a kernel launch, with addresses in the place of tensors.
+    def launched(
+        self, function: Any, before: Sequence[Any], after: Sequence[Any], device: int, args: Sequence[Any]
+    ) -> None:
+        """Note a kernel launch: `function(*before, stream, *after, *args)`, with addresses in the place of tensors.
 
         Args:
-            kernel: `kernel(stream, grid, *args)`, or `kernel.short(*grid, stream, *kernel.fixed, *args)` if not None:
-                what is interposed is looked for before a program runs.
+            function: launches; it may leave out what watches launches, which is asked before a program runs.
+            before: arguments before the device's current stream.
+            after: arguments between the stream and the kernel's own.
             device: the current one.
-            grid: three numbers.
             args: all of the kernel's.
         """
         used: set[str] = set()
         self._device = device
-        before = f"{', '.join(map(str, grid))}, stream" if kernel.short else f"stream, {grid}"
-        fixed = kernel.fixed if kernel.short else ()
-        given = "".join(f", {self._text(arg, used, address=True)}" for arg in (*fixed, *args))
-        self._lines.append((f"{self._constant(kernel.short or kernel)}({before}{given})", used))
+        given = [self._text(arg, used, address=True) for arg in (*before, *after, *args)]
+        given.insert(len(before), "stream")
+        self._lines.append((f"{self._constant(function)}({', '.join(given)})", used))
 
     def _name(self, tensor: Tensor, made: set[str]) -> str:
         name = self._names[tensor] = f"v{self._count}"
@@ -167,18 +172,15 @@ class Tape(TorchDispatchMode):
         return name
 
     def _text(self, value: Any, used: set[str], *, address: bool = False) -> str:
-        """An argument or result as an expression."""
+        """An argument or result as an expression; names that are used or read are noted."""
         if isinstance(value, Tensor):
             name = self._names.get(value)
             if name is None:
                 self._refused = True
                 return "None"
             used.add(name)
-            if address:
-                return f"{name}.data_ptr()"
-            self._allocated.pop(name, None)
-            layout = (value.shape, value.stride())
-            return name if self._turned.get(name, layout) == layout else f"{self._constant(Tensor.t)}({name})"
+            self._reads[name] += not address
+            return f"{name}.data_ptr()" if address else name
         if type(value) in (tuple, list):
             items = "".join(self._text(item, used, address=address) + ", " for item in value)
             return f"({items})" if type(value) is tuple else f"[{items}]"
@@ -194,6 +196,7 @@ class Tape(TorchDispatchMode):
         text = self._text(results, used)
         if self._refused:
             return None
+        self._allocate_transposed()
         body = [f"{', '.join(f'v{index}' for index in range(self._inputs))}, = tensors", "tensors.clear()"]
         if self._device is not None:
             body.append(f"stream = current_stream({self._device})")

@@ -60,11 +60,9 @@ def current_cuda_stream(device: int) -> int:
 
 
 def fast_empty_strided(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor] | None:
-    """`torch.empty_strided(shape, strides, dtype)` with less host work, on a CPU or on the current GPU; else None."""
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index != current_cuda_device()):
-        return None
+    """`torch.empty_strided(shape, strides, dtype)` with less host work, on a CPU or on what is then the current GPU."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    return getattr(guards, f"_empty_strided_{device.type}", None)
+    return getattr(guards, f"_empty_strided_{device.type}", None) if device.type in ("cpu", "cuda") else None
 
 
 def constant(number: Any) -> Any:

@@ -130,7 +130,9 @@ def test_other_versions_of_triton_launch_themselves(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     stub = Stub()
     _triton.Launcher(stub)(3, (2, 1, 1), 11)
-    assert stub.ways == ["triton"]
+    function, before, after = _triton.Launcher(stub).way((2, 1, 1))
+    function(*before, 3, *after, 11)
+    assert stub.ways == ["triton", "triton"]
 
 
 def test_a_launch_takes_the_short_way_unless_a_hook_hears_of_it(monkeypatch):
@@ -141,6 +143,9 @@ def test_a_launch_takes_the_short_way_unless_a_hook_hears_of_it(monkeypatch):
     launch(3, (2, 1, 1), 11, (12, 13))
     assert stub.args[:5] == (2, 1, 1, 3, 7)
     assert stub.args[-2:] == (11, (12, 13))
+    function, before, after = launch.way((2, 1, 1))
+    assert (*before, 3, *after, 11, (12, 13)) == stub.args
+    assert function == stub.launch
     for chain in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         heard = []
         chain.add(heard.append)

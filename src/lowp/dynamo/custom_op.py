@@ -147,18 +147,18 @@ def _register_variant(
 
 def _replayed(known: Replays, run: Callable[[Any], tuple[Any, ...]], flat: tuple[Any, ...]) -> tuple[Any, ...]:
     """`run(flat)`, or what it launched before for arguments that differ in the tensors' values only."""
-    tensors = [arg for arg in flat if isinstance(arg, Tensor)]
-    facts = layouts(tensors)
-    key = None if facts is None else (facts, *map(_fact, flat))
-    values, _ = known.run(lambda: (run(flat), ()), tensors, key)
+    tensors: list[Any] = []
+    facts: list[Any] = []  # of tensors only the place counts
+    for arg in flat:
+        kind = type(arg)
+        if kind is Tensor or isinstance(arg, Tensor):
+            tensors.append(arg)
+            facts.append(Tensor)
+        else:
+            facts.append(tuple(arg) if kind is list else arg)
+    layout = layouts(tensors)
+    values, _ = known.run(lambda: (run(flat), ()), tensors, None if layout is None else (layout, *facts))
     return values
-
-
-def _fact(arg: Any) -> Any:
-    """An operator's argument as part of a key, where only the place of tensors counts."""
-    if isinstance(arg, Tensor):
-        return Tensor
-    return tuple(arg) if type(arg) is list else arg
 
 
 def _flatten_results(name: str, values: tuple[Any, ...], results: Results) -> list[Any]:

@@ -15,22 +15,24 @@ def cdiv(size: int, block: int) -> int:
 
 
 class Launcher:
-    """A compiled kernel, launched with less host work than Triton's own call.
-
-    Attributes:
-        short: `short(*grid, stream, *fixed, *args)` launches it without telling hooks; None: only Triton's call does.
-        fixed: the arguments that are the same in each launch.
-    """
+    """A compiled kernel, launched with less host work than Triton's own call."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self.short, self.fixed = short_launch(kernel)
+        self._short, self._fixed = short_launch(kernel)
+
+    def way(self, grid: tuple[int, int, int]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+        """`function, before, after`: `function(*before, stream, *after, *args)` launches, without telling hooks."""
+        return (self._of_triton, (), (grid,)) if self._short is None else (self._short, grid, self._fixed)
+
+    def _of_triton(self, stream: int, grid: tuple[int, int, int], *args: Any) -> None:
+        self._kernel[grid](*args, stream=stream)
 
     def __call__(self, stream: int, grid: tuple[int, int, int], *args: Any) -> None:
-        if self.short is None or launches_are_hooked():
-            self._kernel[grid](*args, stream=stream)
+        if self._short is None or launches_are_hooked():
+            self._of_triton(stream, grid, *args)
         else:
-            self.short(*grid, stream, *self.fixed, *args)
+            self._short(*grid, stream, *self._fixed, *args)
 
 
 _LAUNCHERS: dict[Any, Launcher] = {}
@@ -71,7 +73,7 @@ def launch(
         launcher(current_cuda_stream(device), grid, *args, *constants)
     tape = active_tape()
     if tape is not None:
-        tape.launched(launcher, device, grid, (*args, *constants))
+        tape.launched(*launcher.way(grid), device, (*args, *constants))
 
 
 def _specialized(arg: Any) -> Any:

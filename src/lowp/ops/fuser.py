@@ -15,7 +15,7 @@ from lowp.ops.pipeline import Call, Pipeline, forward
 from lowp.ops.plan import Plan, candidates, make_plan
 from lowp.ops.registered import split_groups
 from lowp.recipe import Recipe
-from lowp.replay import Replays, layouts
+from lowp.replay import Replays, layouts, make_room
 from lowp.torch_compat import backward_is_running, forward_ad_is_active, plain_apply
 
 if TYPE_CHECKING:
@@ -33,12 +33,14 @@ class OperationFuser:
         self.basic_ops = basic_ops
         self.fusions = candidates(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in basic_ops)
-        self._calls: dict[Any, Call] = {}
+        self._replays = all(says_it_replays(type(op)) for op in basic_ops)
+        self._plans: dict[Any, Call] = {}  # by dtypes
+        self._calls: dict[Any, Call] = {}  # by layouts: those that can be replayed
         self._revisions: list[int] = []
         self._forward_recipe: Any = _UNKNOWN
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": {}, "_forward_recipe": _UNKNOWN}
+        return {**self.__dict__, "_plans": {}, "_calls": {}, "_forward_recipe": _UNKNOWN}
 
     def __call__(
         self,
@@ -115,26 +117,28 @@ class OperationFuser:
             return self._prepare(tensors, recipe, basic_op_kwargs, autocast_dtype, grads)
         revisions = [op.revision for op in self.basic_ops]
         if revisions != self._revisions:  # someone set an attribute of an operation
-            self._calls, self._revisions = {}, revisions
+            self._plans, self._calls, self._revisions = {}, {}, revisions
         bundle = None if recipe is None else recipe.bundle
         facts = [grads, autocast_dtype, bundle, *[op.training for op in self.basic_ops]]
         facts += [None if tensor is None else tensor.requires_grad for tensor in tensors]
-        layout = layouts(tensors)
-        call = None if layout is None else self._calls.get((*facts, layout))
+        layout = layouts(tensors) if self._replays else None
+        key = (*facts, layout)
+        call = None if layout is None else self._calls.get(key)
         if call is None:
-            key = (*facts, *[None if tensor is None else tensor.dtype for tensor in tensors])
-            call = self._calls.get(key)
-            if call is None:
-                call = self._remember(key, self._prepare(tensors, recipe, None, autocast_dtype, grads))
+            call = self._planned(facts, tensors, recipe, autocast_dtype)
             if layout is not None and call.can_be_replayed:
-                call = self._remember((*facts, layout), call._replace(replays=(Replays(1), Replays())))
+                make_room(self._calls, _MOST_CALLS)
+                call = self._calls[key] = call._replace(replays=(Replays(1), Replays()))
         return call
 
-    def _remember(self, key: Any, call: Call) -> Call:
-        """Keep a call; the one that was made first makes room for another."""
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.pop(next(iter(self._calls)), None)
-        self._calls[key] = call
+    def _planned(
+        self, facts: list[Any], tensors: list[Any], recipe: Recipe | None, autocast_dtype: torch.dtype | None
+    ) -> Call:
+        """The call for tensors of these dtypes, whatever their layouts."""
+        key = (*facts, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        call = self._plans.get(key)
+        if call is None:
+            call = self._plans[key] = self._prepare(tensors, recipe, None, autocast_dtype, torch.is_grad_enabled())
         return call
 
     def _prepare(
@@ -214,14 +218,15 @@ class OperationFuser:
             for op, require_grad in zip(self.basic_ops, call.parameters_require_grad, strict=True):
                 op.prepare_parameters(require_grad)
         if call.requires_grad[-1] or (not torch.compiler.is_compiling() and forward_ad_is_active()):
-            apply = Pipeline.apply if call.replays is None else apply_plainly
+            apply = Pipeline.apply if call.replays is None else _apply_to_plain_tensors  # `layouts` has looked
             return apply(tensors[0], call, *tensors[1:])
         (output, extra_outputs, _), _ = forward(call, tensors[0], tensors[1:])
         return (output, *extra_outputs) if extra_outputs else output
 
 
-_MOST_CALLS = 128
-apply_plainly = plain_apply(Pipeline)
+_MOST_CALLS = 64
+"""Layouts of a pipeline's tensors that are remembered."""
+_apply_to_plain_tensors = plain_apply(Pipeline)
 
 
 def _no_recipe(which: str, where: str) -> RuntimeError:

@@ -70,11 +70,11 @@ def forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, li
             ctx.to_save = ()
         return (output, tuple(extra_outputs), saved), ctxs
 
-    return run() if call.replays is None else call.replays[0].run(run, [input_, *tensors], _SAME)
+    return run() if call.replays is None else call.replays[0].run(run, [input_, *tensors], _ONLY_LAYOUT)
 
 
-_SAME = True
-"""The key of all forward passes of a call, which is for tensors of the same layouts."""
+_ONLY_LAYOUT = True
+"""The key of a call's forward passes: a call is for tensors of the same layouts."""
 
 
 def run_forward(call: Call, input_: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[OperationContext]]:
