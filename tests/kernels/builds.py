@@ -23,7 +23,8 @@ POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", E4M3: "*fp8e4nv",
 class Build:
     """One specialization: types of the run-time arguments (those of `aligned` are multiples of 16), and constants.
 
-    The types of a tuple's items are a tuple, in which 1 and None are constants. `spilled`: registers stored at most.
+    The types of a tuple's items are a tuple, in which 1 and None are constants. `spills`: at most so many instructions
+    store registers.
     """
 
     kernel: Any
@@ -34,7 +35,7 @@ class Build:
     maxnreg: int | None = None
     enable_fp_fusion: bool = False
     label: str = ""
-    spilled: int = 1
+    spills: int = 1
 
     def compile(self) -> Any:
         names = self.kernel.arg_names

@@ -57,9 +57,9 @@ def forward(
         "rstd_ptr": "*fp32",
         "amax_ptr": "*fp32" if amax else None,
     }
-    constants = norm._constants(config, K, x.itemsize, not layer, y)
+    constants = norm._constants(config, K, x, not layer, y)
     build = _build(kernel, K, pointers, constants, config.num_warps, config.maxnreg)
-    return replace(build, spilled=32) if layer and config.maxnreg else build  # one more program is worth more
+    return replace(build, spills=32) if config == norm._WITH_AMAX[8192, True, False] else build
 
 
 def backward(

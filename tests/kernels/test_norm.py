@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -20,7 +21,7 @@ from tests.kernels.norm_oracle import EPS, KINDS, LENGTHS
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CONFIGS = [
     kernel.Config(block_m, num_warps, programs, keep, prefetch, columns)
-    for block_m, num_warps, programs in ((1, 8, 0), (1, 4, 7), (4, 4, 0), (2, 8, 512))
+    for block_m, num_warps, programs in ((1, 8, 0), (1, 4, 7), (4, 4, 3), (2, 8, 5))
     for keep, prefetch, columns in ((False, False, 0), (True, True, 1), (False, True, block_m))
 ] + [kernel.LongConfig(block_k, num_warps, programs) for block_k, num_warps, programs in ((256, 4, 0), (512, 8, 7))]
 
@@ -100,7 +101,7 @@ def test_case_25_zero_centered_weights_and_no_parameters(device, kind, zero_cent
     assert torch.equal(plain, centered)
 
 
-@pytest.mark.parametrize("K", [64, 127, 5120, 16385])
+@pytest.mark.parametrize("K", [64, 127, 5120, 12_289, 16384, 16385])
 @pytest.mark.parametrize("value", [3.0, 0.1, -65504.0, 1e-30, 0.0])
 @pytest.mark.parametrize("dtype", HIGH_PRECISION)
 def test_case_27_constant_rows(device, K, value, dtype):
@@ -201,26 +202,69 @@ def test_amax_counts_what_is_finite_after_rounding(device, dtype, halfway):
         assert amax_P.max().item() == expected == oracle.amax(y.cpu())
 
 
-@pytest.mark.parametrize("K", [16, 48, 4096, 8192, 16384, 20_000])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_an_infinite_value_hides_no_finite_one_of_its_column(device, K, with_bias, sign):
-    """Where an amax is found column by column, whether the extreme is the largest value or the smallest."""
-    x = torch.ones(64, K, dtype=FP16)
+def hiding(K: int, columns: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose first standardized elements are about `columns`, with a weight that is large there, and a bias."""
+    x = torch.ones(len(columns), K, dtype=FP16)
     x[:, ::2] = -1
-    x[1::3] = 0
-    x[1::3, 0] = sign  # standardized, it is far above 1
-    x[2::3, 1] = math.nan
-    w = torch.full((K,), 0.5)
-    w[0] = 60000.0
-    b = torch.full((K,), 0.25) if with_bias else None
+    for m, value in enumerate(columns):
+        x[m, :2] = value  # beside the others' size of 1
+    w, b = torch.full((K,), 0.5), torch.full((K,), 0.25)
+    w[:2] = 30000.0
+    return x, w, b
+
+
+@pytest.mark.parametrize("K", [32, 4096, 8192, 16384, 20_000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_an_infinite_value_hides_no_finite_one_of_its_column(device, K, with_bias):
+    """Where an amax is found column by column: a program's largest and smallest values may both become infinite."""
+    x, w, b = (t.to(device) for t in hiding(K, (4.0, 1.9, -4.0, math.nan) * (500 if device == "cuda" else 1)))
     for kind in ("layer", "rms"):
         for output in (True, False):
-            given = [None if t is None else t.to(device) for t in (x, w, b)]
-            amax_P = norm_forward(*given, kind=kind, eps=EPS, dtype=FP16, output=output, amax=True)[3]
-            y = norm_forward(*given, kind=kind, eps=EPS, dtype=FP16)[0]
-            assert y.isinf().any()
-            assert amax_P.max().item() == oracle.amax(y.cpu()) > 59000
+            bias = b if with_bias else None
+            amax_P = norm_forward(x, w, bias, kind=kind, eps=EPS, dtype=FP16, output=output, amax=True)[3]
+            y = norm_forward(x, w, bias, kind=kind, eps=EPS, dtype=FP16)[0]
+            assert y.isposinf().any()
+            assert y.isneginf().any()
+            assert amax_P.max().item() == oracle.amax(y.cpu()) > 30000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_m", [1, 2, 4])
+@pytest.mark.parametrize("columns", [0, 1, None])
+def test_the_only_program_hides_nothing(block_m, columns):
+    config = kernel.Config(block_m, 4, 1, prefetch=True, columns=block_m if columns is None else columns)
+    x, w, b = (t.cuda() for t in hiding(1024, (4.0, 1.9, -4.0, math.nan, 4.0)))
+    for kind, bias in itertools.product(("layer", "rms"), (b, None)):
+        y, _, _, amax_P = kernel._norm_forward_launch(x, w, bias, kind, EPS, False, FP16, True, True, config)
+        assert amax_P.max().item() == oracle.amax(y.cpu()) > 30000
+        assert amax_P.count_nonzero() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [1, 64, 1024, 4096, 5120, 8192, 16384, 20_000])
+@pytest.mark.parametrize("output", [True, False])
+def test_every_row_counts_for_amax(K, output):
+    """More rows than programs at a time: each program writes one part, and there are so many parts and no more."""
+    M = 1300
+    for kind in KINDS:
+        for row in (0, 511, 512, 520, 1055, 1056, M - 1):
+            x = torch.ones(M, K, dtype=BF16, device="cuda")
+            x[row] = 0
+            x[row, 0] = 1
+            y = norm_forward(x, None, None, kind=kind, eps=EPS)[0]
+            amax_P = norm_forward(x, None, None, kind=kind, eps=EPS, output=output, amax=True)[3]
+            assert amax_P.max() == y.abs().max()
+
+
+def test_no_program_is_without_a_part():
+    for K, itemsize in itertools.product(range(1, 20_000, 511), (2, 4)):
+        for centered, output in itertools.product((True, False), repeat=2):
+            config = kernel.config_for(K, itemsize, centered=centered, output=output, amax=True)
+            assert 1 <= config.programs <= kernel.PARTIALS
+            assert (
+                config.num_warps
+                == kernel.config_for(K, itemsize, centered=centered, output=output, amax=False).num_warps
+            )
 
 
 def test_no_features(device):

@@ -15,6 +15,8 @@ from lowp.kernels import norm
 from tests.kernels.norm_builds import forward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAUNCHES = [(True, False), (False, True), (True, True)]
+"""Whether y is written, and whether an amax is found."""
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?\}\) : \(tensor<([^#]*), #(\w+)>\)', re.DOTALL)
 
 
@@ -33,14 +35,21 @@ def orders(K, layer, x, **options):
     return found[: sums(K, layer, x)]
 
 
-@pytest.mark.parametrize("x", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("x", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ("K", "layer"),
-    [(4, True), (21, False), (32, True), (768, False), (4096, True), (8192, True), (16384, False), (65536, True)],
+    [
+        (4, True),
+        (21, False),
+        (32, True),
+        (768, False),
+        *itertools.product((4096, 8192, 16384), (True, False)),
+        (65536, True),
+    ],
 )
 def test_sums_over_rows(K, layer, x):
     expected = orders(K, layer, output=True, amax=False, x=x, y=x, w=x)
     assert len(expected) == sums(K, layer, x)
-    for (output, amax), (y, w) in itertools.product([(True, False), (False, True)], [(BF16, FP32), (FP32, FP16)]):
+    for (output, amax), (y, w) in itertools.product(LAUNCHES, [(BF16, FP32), (FP32, FP16)]):
         assert orders(K, layer, output=output, amax=amax, x=x, y=y, w=w) == expected
     assert orders(K, layer, output=False, amax=False, x=x) == expected

@@ -108,6 +108,16 @@ def test_layouts_have_programs_of_their_own(device):
             assert same(step(pipeline, pipeline, x), ordinary(pipeline, x))
 
 
+def test_the_oldest_layouts_make_room(monkeypatch):
+    monkeypatch.setattr("lowp.ops.fuser._MOST_CALLS", 3)
+    pipeline = linear_bias(recipe=RECIPES[1])
+    for tokens in [1, 2, 3, 4, 1, 2, 4, 4, 4, 5, 1] * 2:
+        x = torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True)
+        assert same(step(pipeline, pipeline, x), ordinary(pipeline, x))
+        assert len(pipeline._groups[0]._calls) <= 3
+    assert len(pipeline._groups[0]._plans) == 1
+
+
 def test_gradients_that_are_wanted_may_change(device):
     pipeline = linear_bias(device=device, recipe=RECIPES[1])
     x = torch.randn(16, 32, device=device, dtype=torch.bfloat16)

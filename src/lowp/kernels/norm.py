@@ -174,8 +174,8 @@ class Config(NamedTuple):
         programs: at most so many, each with several tiles in turn; 0: one program a tile.
         keep: whether a program keeps the parameters in registers.
         prefetch: whether a program reads its next tile before it works on this one.
-        columns: rows whose extremes are held to find amax column by column, which takes less work and more registers;
-            0: it is found element by element.
+        columns: how amax is found. 0: element by element; 1 or `block_m`: column by column, from the extremes of all
+            rows or of each row of a tile, which takes less work and more registers.
         maxnreg: registers of a thread at most; None: as many as the compiler likes.
     """
 
@@ -184,7 +184,7 @@ class Config(NamedTuple):
     programs: int = 0
     keep: bool = False
     prefetch: bool = False
-    columns: int = 1
+    columns: int = 0
     maxnreg: int | None = None
 
 
@@ -209,18 +209,21 @@ _MULTIPROCESSORS = 132
 _RESIDENT = _MULTIPROCESSORS * 16384
 """Elements on which an H200 works at a time."""
 
-# Measured on an H200, for rows of 16-bit elements with an amax: features, whether a mean is subtracted, whether y is
-# written. As many programs as fit the registers, or so few registers that one more fits, even if some are spilled.
+# Features of a tile, whether a mean is subtracted, whether y is written. Measured on an H200, for full tiles of 16-bit
+# elements; rows that leave part of a tile empty are not measured. As many programs as fit the registers, or so few
+# registers that one more fits, even if some are spilled.
 _WITH_AMAX = {
-    (4096, False, False): Config(1, 4, 4 * _MULTIPROCESSORS, prefetch=True),
-    (4096, False, True): Config(1, 4, 3 * _MULTIPROCESSORS, keep=True, prefetch=True),
-    (4096, True, False): Config(1, 4, 3 * _MULTIPROCESSORS, prefetch=True),
-    (4096, True, True): Config(2, 4, 2 * _MULTIPROCESSORS, prefetch=True),
-    (8192, False, False): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True),
-    (8192, False, True): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, maxnreg=128),
-    (8192, True, False): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, maxnreg=128),
-    (8192, True, True): Config(2, 8, 1 * _MULTIPROCESSORS, prefetch=True),
+    (4096, False, False): Config(1, 4, PARTIALS, prefetch=True, columns=1),
+    (4096, False, True): Config(1, 4, 3 * _MULTIPROCESSORS, keep=True, prefetch=True, columns=1),
+    (4096, True, False): Config(1, 4, 3 * _MULTIPROCESSORS, prefetch=True, columns=1),
+    (4096, True, True): Config(2, 4, 2 * _MULTIPROCESSORS, prefetch=True, columns=1),
+    (8192, False, False): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, columns=1),
+    (8192, False, True): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, columns=1, maxnreg=128),
+    (8192, True, False): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, columns=1, maxnreg=128),
+    (8192, True, True): Config(2, 8, 1 * _MULTIPROCESSORS, prefetch=True, columns=1),
 }
+_FULL_8192 = Config(1, 8, maxnreg=64)
+"""Likewise, without an amax, of 8192 features: a fourth program fits the registers."""
 
 
 @lru_cache
@@ -228,7 +231,7 @@ def config_for(K: int, itemsize: int, *, centered: bool, output: bool, amax: boo
     """The launch parameters for rows of K features of so many bytes.
 
     Sums over a row are in an order that follows from `num_warps` and the features of a tile: both are the same with
-    and without an amax.
+    and without an amax. With one, each program writes a part of it: there are at most `PARTIALS`.
     """
     block_k = power_of_2(K)
     if block_k > LONGEST:
@@ -237,13 +240,12 @@ def config_for(K: int, itemsize: int, *, centered: bool, output: bool, amax: boo
     tile = block_m * block_k
     num_warps = 32 if tile == LONGEST else max(tile // 1024, 1)
     if not amax:
-        full = K == 2 * TILE and itemsize == 2
-        return Config(block_m, num_warps, maxnreg=64 if full else None)
+        return _FULL_8192 if K == 8192 and itemsize == 2 else Config(block_m, num_warps)
     if itemsize == 2 and (block_k, centered, output) in _WITH_AMAX:
         return _WITH_AMAX[block_k, centered, output]
     programs = min(_RESIDENT // tile, PARTIALS)
     if tile == LONGEST:
-        return Config(block_m, num_warps, programs, prefetch=itemsize == 2, columns=0)
+        return Config(block_m, num_warps, programs, prefetch=itemsize == 2)
     columns = 1 if block_k >= _WHOLE else block_m
     return Config(block_m, num_warps, programs, keep=not centered, prefetch=True, columns=columns)
 
@@ -265,12 +267,13 @@ def _norm_forward_launch(
     config = config or config_for(K, x_MK.element_size(), centered=centered(kind), output=output, amax=with_amax)
     x_MK = rows_in_order(x_MK)
     parameters = [None if vector is None else vector.contiguous() for vector in (weight_K, bias_K)]
-    rows = cdiv(M, config.block_m) if isinstance(config, Config) else M
+    tiles = cdiv(M, config.block_m) if isinstance(config, Config) else M
+    programs = min(config.programs or tiles, PARTIALS if with_amax else tiles)
     launch(
         norm_kernel if isinstance(config, Config) else norm_long_kernel,
-        max(min(rows, config.programs or rows), 1),
+        max(min(tiles, programs), 1),
         (x_MK, *parameters, *outputs, M, K, x_MK.stride(0), share_of_row(kind, K), float(eps)),
-        _constants(config, K, x_MK.element_size(), zero_centered, dtype),
+        _constants(config, K, x_MK.dtype, zero_centered, dtype),
         num_warps=config.num_warps,
         maxnreg=config.maxnreg,
         enable_fp_fusion=False,
@@ -280,7 +283,7 @@ def _norm_forward_launch(
 
 @lru_cache
 def _constants(
-    config: Config | LongConfig, K: int, itemsize: int, zero_centered: bool, dtype: torch.dtype
+    config: Config | LongConfig, K: int, x_dtype: torch.dtype, zero_centered: bool, dtype: torch.dtype
 ) -> tuple[Any, ...]:
     """The constants of the kernel that the configuration is for."""
     info = torch.finfo(dtype)
@@ -290,8 +293,10 @@ def _constants(
     if isinstance(config, LongConfig):
         return *rounding, config.block_k
     block_k = power_of_2(K)
-    levels = 0 if K % _VECTOR or not K else {2: 3, 4: 2}[itemsize]  # neighbours that a thread loads at once
-    return *rounding, config.block_m, block_k, K == block_k, levels, config.keep, config.prefetch, config.columns
+    levels = 0 if K % _VECTOR or not K else {2: 3, 4: 2}[x_dtype.itemsize]  # neighbours that a thread loads at once
+    exact = sums_of_equals_are_exact(x_dtype, K)
+    how = (config.keep, config.prefetch, config.columns)
+    return *rounding, config.block_m, block_k, K == block_k, levels, exact, *how
 
 
 def _norm_forward_allocate(

@@ -68,13 +68,10 @@ def _squares_of_neighbours(x_RK, LEVELS: tl.constexpr):
 
 
 @jit
-def _mean(x_RK, present_RK, K, share, DTYPE: tl.constexpr, LEVELS: tl.constexpr):
-    """The mean of rows of K elements, exact where a row is constant.
-
-    As `lowp.kernels.norm.sums_of_equals_are_exact` says: otherwise it is corrected by the mean deviation from it.
-    """
+def _mean(x_RK, present_RK, K, share, LEVELS: tl.constexpr, EXACT: tl.constexpr):
+    """The mean of rows of K elements; EXACT: a sum of equal ones is (`lowp.kernels.norm.sums_of_equals_are_exact`)."""
     total = _sum_of_neighbours(x_RK, LEVELS)
-    if x_RK.shape[1] <= 2 ** (tl.float32.fp_mantissa_width - DTYPE.fp_mantissa_width):
+    if EXACT:
         mean = tl.div_rn(tl.sum(total, 1, keep_dims=True), tl.maximum(K, 1) * 1.0)
     else:
         counts = _sum_of_neighbours(present_RK.to(tl.float32), LEVELS)
@@ -83,17 +80,17 @@ def _mean(x_RK, present_RK, K, share, DTYPE: tl.constexpr, LEVELS: tl.constexpr)
 
 
 @jit
-def _finite(y, present, OVERFLOW: tl.constexpr):
-    """Magnitudes, with 0 for what is not there or becomes infinite when it is rounded."""
+def _magnitude(y, present, OVERFLOW: tl.constexpr):
+    """`|y|`, with 0 for what is not there or not finite once it is rounded."""
     magnitude = tl.abs(y)
     return tl.where(present & (magnitude < OVERFLOW), magnitude, 0.0)
 
 
 @jit
 def _amax_of_extremes(z, w, b, present, ZERO: tl.constexpr, OVERFLOW: tl.constexpr):
-    """The largest |y| of the columns' extremes, and 1 if one is infinite, which hides what is finite there, else 0."""
+    """The largest |y| of the columns' extremes, and 1 if one isn't finite, which hides its column, else 0."""
     y = scale_and_shift(z, w, b, ZERO)
-    magnitude = _finite(y, present, OVERFLOW)
+    magnitude = _magnitude(y, present, OVERFLOW)
     hides = present & (magnitude == 0.0) & (y != 0.0)
     return tl.max(magnitude), tl.max(hides.to(tl.int32))
 
@@ -111,7 +108,29 @@ def _amax_of_rows(operands, k, r, in_row, M, stride_m, step, ZERO: tl.constexpr,
         rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
         w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
         b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
-        amax = tl.maximum(amax, tl.max(_finite(normalize(x, mean, rstd, w, b, ZERO), present, OVERFLOW)))
+        amax = tl.maximum(amax, tl.max(_magnitude(normalize(x, mean, rstd, w, b, ZERO), present, OVERFLOW)))
+    return amax
+
+
+@jit
+def _amax_of_columns(
+    top, bottom, operands, k, r, in_row, M, stride_m, step, ZERO: tl.constexpr, OVERFLOW: tl.constexpr
+):
+    """The largest finite |y| of a program's rows, from the largest and smallest z of each column.
+
+    In a column y follows z up or down. Without a bias `top` holds the largest |z|, which is enough.
+    """
+    w_ptr, b_ptr = operands[1], operands[2]
+    w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
+    b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
+    present = in_row & (top > -float("inf"))  # columns that have rows
+    amax, hides = _amax_of_extremes(top, w, b, present, ZERO, OVERFLOW)
+    if b_ptr is not None:
+        low, low_hides = _amax_of_extremes(bottom, w, b, present, ZERO, OVERFLOW)
+        amax, hides = tl.maximum(amax, low), tl.maximum(hides, low_hides)
+    if hides > 0:
+        tl.debug_barrier()  # the statistics are read where they were written
+        amax = _amax_of_rows(operands, k, r, in_row, M, stride_m, step, ZERO, OVERFLOW)
     return amax
 
 
@@ -144,16 +163,16 @@ def norm_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     LEVELS: tl.constexpr,
+    EXACT: tl.constexpr,
     KEEP: tl.constexpr,
     PREFETCH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Rows that fit into registers.
 
-    KEEP: the parameters stay there too. PREFETCH: the next tile is read early. COLUMNS: if not 0, amax takes the
-    parameters once, after all rows: in a column, y follows z = (x - mean) * rstd up or down, so that the largest |y| is
-    that of the largest or the smallest z, or without a bias of the largest |z|. Of so many rows in turn, each column
-    has extremes of its own.
+    KEEP: the parameters stay there too. PREFETCH: the next tile is read early. COLUMNS: amax is found 0: element by
+    element; 1 or BLOCK_M: from the extremes of z = (x - mean) * rstd in each column, of all rows or of each row of a
+    tile, so that it takes the parameters once.
     """
     k = columns_of(x_ptr, BLOCK_K)
     in_row = tl.full([1, BLOCK_K], True, tl.int1) if EVEN else k < K
@@ -180,7 +199,7 @@ def norm_kernel(
         mean = None
         off = x
         if mean_ptr is not None:
-            mean = _mean(x, present, K, share, x_ptr.dtype.element_ty, LEVELS)
+            mean = _mean(x, present, K, share, LEVELS, EXACT)
             tl.store(mean_ptr + m, mean, mask=inside)
             off = (x - mean) * present.to(tl.float32)
         rstd = inverse_root(_squares_of_neighbours(off, LEVELS), share, eps)
@@ -193,28 +212,20 @@ def norm_kernel(
             if y_ptr is not None:
                 tl.store(y_ptr + m * K + k, y.to(DTYPE), mask=present)
             if (amax_ptr is not None) and COLUMNS == 0:
-                magnitude = tl.reshape(_finite(y, present, OVERFLOW), [BLOCK_M, BLOCK_K // 2**LEVELS, 2**LEVELS])
+                magnitude = tl.reshape(_magnitude(y, present, OVERFLOW), [BLOCK_M, BLOCK_K // 2**LEVELS, 2**LEVELS])
                 largest = tl.maximum(largest, tl.max(magnitude, 2))
         if (amax_ptr is not None) and COLUMNS > 0:
             z = z if BLOCK_M == 1 else tl.where(inside, z, float("nan"))  # which no maximum takes
-            size = z if b_ptr is not None else tl.abs(z)
-            top = tl.maximum(top, size if COLUMNS == BLOCK_M else tl.max(size, 0, keep_dims=True))
+            upper = z if b_ptr is not None else tl.abs(z)
+            top = tl.maximum(top, upper if COLUMNS == BLOCK_M else tl.max(upper, 0, keep_dims=True))
             if b_ptr is not None:
                 bottom = tl.minimum(bottom, z if COLUMNS == BLOCK_M else tl.min(z, 0, keep_dims=True))
     if amax_ptr is not None:
-        amax = tl.max(largest)
-        if COLUMNS > 0:
-            w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
-            b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
-            present = in_row & (top > -float("inf"))  # columns that have rows
-            amax, hides = _amax_of_extremes(top, w, b, present, ZERO, OVERFLOW)
-            if b_ptr is not None:
-                low, low_hides = _amax_of_extremes(bottom, w, b, present, ZERO, OVERFLOW)
-                amax, hides = tl.maximum(amax, low), tl.maximum(hides, low_hides)
-            if hides > 0:
-                tl.debug_barrier()  # the statistics are read where they were written
-                rows = (x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr)
-                amax = _amax_of_rows(rows, k, r, in_row, M, stride_m, step, ZERO, OVERFLOW)
+        if COLUMNS == 0:
+            amax = tl.max(largest)
+        else:
+            operands = (x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr)
+            amax = _amax_of_columns(top, bottom, operands, k, r, in_row, M, stride_m, step, ZERO, OVERFLOW)
         _store_amax(amax_ptr, amax, DTYPE)
 
 
@@ -268,6 +279,6 @@ def norm_long_kernel(
             y = normalize(x, mean, rstd, w, b, ZERO)
             if y_ptr is not None:
                 tl.store(y_ptr + m * K + k, y.to(DTYPE), mask=k < K)
-            largest = tl.maximum(largest, _finite(y, k < K, OVERFLOW))
+            largest = tl.maximum(largest, _magnitude(y, k < K, OVERFLOW))
     if amax_ptr is not None:
         _store_amax(amax_ptr, tl.max(largest), DTYPE)
