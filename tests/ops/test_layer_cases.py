@@ -151,6 +151,7 @@ def test_case_28_any_number_of_features(recipe, kind, K, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.timed
 def test_case_73_a_compiled_norm_costs_the_device_no_more():
     module = ops.RMSNorm(5120, device="cuda", dtype=BF16)
     x = torch.randn(9450, 5120, device="cuda", dtype=BF16)
@@ -161,6 +162,7 @@ def test_case_73_a_compiled_norm_costs_the_device_no_more():
 
 
 @pytest.mark.gpu
+@pytest.mark.timed
 @pytest.mark.parametrize("compiled_too", [False, True])
 def test_case_74_swiglu_is_not_slower_than_inductors(compiled_too):
     module = ops.SwiGLU()
