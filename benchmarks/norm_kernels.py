@@ -36,7 +36,7 @@ from lowp.cli.bench.measure import (
     without_host_time,
 )
 from lowp.cli.machine import describe
-from lowp.kernels import norm, norm_grad
+from lowp.kernels import norm, norm_config, norm_grad
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -193,7 +193,7 @@ def copy(inputs: Inputs) -> Results:
 
 def configurations(case: Case, x: Tensor) -> Iterator[Any]:
     """Launch parameters to try."""
-    block_k = norm.power_of_2(x.shape[1])
+    block_k = norm_config.power_of_2(x.shape[1])
     warps = [w for w in (2, 4, 8, 16, 32) if 8 <= block_k // (32 * w) <= 64]
     if case.forward is not None:
         per_program = (132, 264, 396, 512) if case.forward[1] else (0, 264, 396, 528, 1056)
@@ -202,7 +202,7 @@ def configurations(case: Case, x: Tensor) -> Iterator[Any]:
             (1, 2), warps, per_program, (False, True), (False, True), columns, (None, 64, 128)
         ):
             if programs or not (keep or ahead):
-                yield norm.Config(block_m, w, programs, keep, ahead, held, registers)
+                yield norm_config.Config(block_m, w, programs, keep, ahead, held, registers)
         return
     assert case.backward is not None
     per_program = (132, 264, 396, 528) if case.backward[1] else (0, 264, 528)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowp.kernels import norm, norm_grad
+from lowp.kernels import norm, norm_config, norm_grad
 from lowp.kernels.norm_grad_kernel import norm_grad_kernel, norm_grad_long_kernel
 from lowp.kernels.norm_kernel import norm_kernel, norm_long_kernel
 from tests.kernels.builds import Build
@@ -46,8 +46,8 @@ def forward(
     K: int, layer: bool, output: bool, amax: bool, x: torch.dtype = BF16, y: torch.dtype = BF16, w: torch.dtype = BF16
 ) -> Build:
     """One launch of the forward pass; with a bias where there is a mean."""
-    config = norm.config_for(K, x.itemsize, centered=layer, output=output, amax=amax)
-    kernel = norm_long_kernel if isinstance(config, norm.LongConfig) else norm_kernel
+    config = norm_config.config_for(K, x.itemsize, centered=layer, output=output, amax=amax)
+    kernel = norm_long_kernel if isinstance(config, norm_config.LongConfig) else norm_kernel
     pointers = {
         "x_ptr": POINTERS[x],
         "w_ptr": POINTERS[w],
@@ -59,7 +59,7 @@ def forward(
     }
     constants = norm._constants(config, K, x, not layer, y)
     build = _build(kernel, K, pointers, constants, config.num_warps, config.maxnreg)
-    return replace(build, spills=32) if config == norm._WITH_AMAX[8192, True, False] else build
+    return replace(build, spills=32) if config == norm_config._WITH_AMAX[8192, True, False] else build
 
 
 def backward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.formats import E5M2
-from lowp.kernels import _triton, amax, bias_grad, cast, cast_kernel, materialize, norm, norm_grad
+from lowp.kernels import _triton, amax, bias_grad, cast, cast_kernel, materialize, norm, norm_config, norm_grad
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from tests.kernels.sources import SOURCES, relayout, transposed
 
@@ -95,7 +95,7 @@ def test_norms(compiled, case):
     for residual, grad_input, bias_dtype in ((None, True, torch.float32), (x, True, None), (None, False, None)):
         norm_grad._norm_backward_launch(x, x, mean, rstd, w, residual, kind, True, grad_input, True, bias_dtype)
     norm_grad._norm_backward_launch(x, x, mean, rstd, None, x, kind, False, True, False, None)
-    long = K > norm.LONGEST
+    long = K > norm_config.LONGEST
     expected = {"norm_long_kernel", "norm_grad_long_kernel"} if long else {"norm_kernel"}
     assert compiled.keys() == expected | {"norm_grad_kernel", "_total_kernel"}
     assert all(result.metadata.enable_fp_fusion == (name == "_total_kernel") for name, result in compiled.items())

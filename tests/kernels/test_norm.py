@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels import norm as kernel
-from lowp.kernels.amax import amax, num_partials
+from lowp.kernels import norm_config
+from lowp.kernels.amax import PARTIALS, amax, num_partials
 from lowp.kernels.materialize import materialize
 from lowp.kernels.norm import norm_forward
 from lowp.kernels.normalized import normalized
@@ -20,10 +21,12 @@ from tests.kernels.norm_oracle import EPS, KINDS, LENGTHS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CONFIGS = [
-    kernel.Config(block_m, num_warps, programs, keep, prefetch, columns)
+    norm_config.Config(block_m, num_warps, programs, keep, prefetch, columns)
     for block_m, num_warps, programs in ((1, 8, 0), (1, 4, 7), (4, 4, 3), (2, 8, 5))
     for keep, prefetch, columns in ((False, False, 0), (True, True, 1), (False, True, block_m))
-] + [kernel.LongConfig(block_k, num_warps, programs) for block_k, num_warps, programs in ((256, 4, 0), (512, 8, 7))]
+] + [
+    norm_config.LongConfig(block_k, num_warps, programs) for block_k, num_warps, programs in ((256, 4, 0), (512, 8, 7))
+]
 
 
 def draw(M: int, K: int, x_dtype: torch.dtype = BF16, w_dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +44,7 @@ def check(
     kind: str,
     zero_centered: bool = False,
     dtype: torch.dtype | None = None,
-    config: kernel.Config | kernel.LongConfig | None = None,
+    config: norm_config.Config | norm_config.LongConfig | None = None,
 ) -> None:
     """Compare with float64; amax with that of what was written."""
     x_there, w_there, b_there = (None if t is None else t.to(device) for t in (x, w, b))
@@ -232,7 +235,7 @@ def test_an_infinite_value_hides_no_finite_one_of_its_column(device, K, with_bia
 @pytest.mark.parametrize("block_m", [1, 2, 4])
 @pytest.mark.parametrize("columns", [0, 1, None])
 def test_the_only_program_hides_nothing(block_m, columns):
-    config = kernel.Config(block_m, 4, 1, prefetch=True, columns=block_m if columns is None else columns)
+    config = norm_config.Config(block_m, 4, 1, prefetch=True, columns=block_m if columns is None else columns)
     x, w, b = (t.cuda() for t in hiding(1024, (4.0, 1.9, -4.0, math.nan, 4.0)))
     for kind, bias in itertools.product(("layer", "rms"), (b, None)):
         y, _, _, amax_P = kernel._norm_forward_launch(x, w, bias, kind, EPS, False, FP16, True, True, config)
@@ -259,11 +262,11 @@ def test_every_row_counts_for_amax(K, output):
 def test_no_program_is_without_a_part():
     for K, itemsize in itertools.product(range(1, 20_000, 511), (2, 4)):
         for centered, output in itertools.product((True, False), repeat=2):
-            config = kernel.config_for(K, itemsize, centered=centered, output=output, amax=True)
-            assert 1 <= config.programs <= kernel.PARTIALS
+            config = norm_config.config_for(K, itemsize, centered=centered, output=output, amax=True)
+            assert 1 <= config.programs <= PARTIALS
             assert (
                 config.num_warps
-                == kernel.config_for(K, itemsize, centered=centered, output=output, amax=False).num_warps
+                == norm_config.config_for(K, itemsize, centered=centered, output=output, amax=False).num_warps
             )
 
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")  # not on every platform
 
-from lowp.kernels import norm
+from lowp.kernels import norm, norm_config
 from tests.kernels.norm_builds import forward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,7 +24,7 @@ def sums(K, layer, x):
     """How many there are: of squares, of elements, and of deviations where the mean is corrected."""
     if not layer:
         return 1
-    return 2 if K <= norm.LONGEST and norm.sums_of_equals_are_exact(x, K) else 3
+    return 2 if K <= norm_config.LONGEST and norm.sums_of_equals_are_exact(x, K) else 3
 
 
 def orders(K, layer, x, **options):

@@ -24,7 +24,8 @@ from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import cdiv, launch
 from lowp.kernels.bias_grad import total_launch
-from lowp.kernels.norm import LONGEST, ROWS, TILE, centered, check_rows, power_of_2, rows_in_order, share_of_row
+from lowp.kernels.norm import centered, check_rows, rows_in_order, share_of_row
+from lowp.kernels.norm_config import LONGEST, ROWS, TILE, power_of_2
 from lowp.kernels.norm_grad_kernel import norm_grad_kernel, norm_grad_long_kernel
 from lowp.kernels.normalized import normalize_ref
 from lowp.registration import register
