@@ -11,7 +11,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal --timeout 300
 
 GPU_TESTS = $(shell $(PYTHON) -c "import torch; print('gpu or gpu2' if torch.cuda.device_count() > 1 else 'gpu')")
 
-.PHONY: demo test test-full test-gpu test-gpu2 lint format bench docs venv clean
+.PHONY: demo test test-full test-gpu test-gpu-full test-gpu2 lint format bench docs venv clean
 
 demo: $(STAMP)            ## see what the library does, on any machine
 	$(BIN)/lowp demo $(ARGS)
@@ -22,9 +22,11 @@ test: $(STAMP)            ## the CPU suite
 test-full: $(STAMP)       ## every combination of options, on the CPU
 	OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m "not gpu and not gpu2" $(ARGS)
 
-# With xdist, GPU_WORKERS=16 runs it in 7 minutes on 16 cores; what is timed runs alone.
-test-gpu:                 ## the GPU suite, with two GPUs the distributed part too; needs only torch and pytest
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "($(GPU_TESTS)) and not full and not timed" \
+test-gpu: GPU_MARKS = ($(GPU_TESTS)) and not timed and not full
+test-gpu-full: GPU_MARKS = ($(GPU_TESTS)) and not timed
+# With xdist, GPU_WORKERS=16 runs test-gpu in 7 minutes on 16 cores; what is timed runs alone.
+test-gpu test-gpu-full:   ## the GPU suite, with two GPUs the distributed part too; needs only torch and pytest
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "$(GPU_MARKS)" \
 		$(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) tests $(ARGS)
 	PYTHONPATH=src $(PYTHON) -m pytest -m timed tests $(ARGS)
 

@@ -109,8 +109,9 @@ class Tape(TorchDispatchMode):
         if isinstance(result, Tensor):
             if result not in self._names:
                 name = self._name(result, used)
-                if func is _ATEN.t.default and args[0] in self._names:
-                    self._transposed[name] = self._names[args[0]], len(self._lines), self._allocation(result)
+                source = self._names.get(args[0]) if func is _ATEN.t.default else None
+                if source in self._allocated:
+                    self._transposed[name] = source, len(self._lines), self._allocation(result)
                 text = f"{name} = {text}"
             elif not func._schema.is_mutable:  # it gave its argument back: nothing was done
                 return
@@ -132,10 +133,9 @@ class Tape(TorchDispatchMode):
     def _allocate_transposed(self) -> None:
         """Where kernels alone use a matrix that was allocated, and its transpose is read, allocate that instead."""
         for turned, (straight, at, allocation) in self._transposed.items():
-            made_at = self._allocated.get(straight)
-            if made_at is None or self._reads[straight] > 1:
+            if self._reads[straight] > 1:
                 continue
-            self._lines[made_at] = f"{turned} = {allocation}", {turned}
+            self._lines[self._allocated[straight]] = f"{turned} = {allocation}", {turned}
             self._lines[at] = "pass", {turned}
             address, turned_address = f"{straight}.data_ptr()", f"{turned}.data_ptr()"
             for index, (line, used) in enumerate(self._lines):

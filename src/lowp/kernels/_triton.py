@@ -22,17 +22,17 @@ class Launcher:
         self._short, self._fixed = short_launch(kernel)
 
     def way(self, grid: tuple[int, int, int]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-        """`function, before, after`: `function(*before, stream, *after, *args)` launches, without telling hooks."""
-        return (self._of_triton, (), (grid,)) if self._short is None else (self._short, grid, self._fixed)
+        """`function, before, after`: `function(*before, stream, *after, *args)` launches, as things stand."""
+        if self._short is None or launches_are_hooked():
+            return self._of_triton, (), (grid,)
+        return self._short, grid, self._fixed
 
     def _of_triton(self, stream: int, grid: tuple[int, int, int], *args: Any) -> None:
         self._kernel[grid](*args, stream=stream)
 
     def __call__(self, stream: int, grid: tuple[int, int, int], *args: Any) -> None:
-        if self._short is None or launches_are_hooked():
-            self._of_triton(stream, grid, *args)
-        else:
-            self._short(*grid, stream, *self._fixed, *args)
+        function, before, after = self.way(grid)
+        function(*before, stream, *after, *args)
 
 
 _LAUNCHERS: dict[Any, Launcher] = {}

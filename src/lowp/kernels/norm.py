@@ -179,10 +179,10 @@ def _norm_forward_launch(
     x_MK = rows_in_order(x_MK)
     parameters = [None if vector is None else vector.contiguous() for vector in (weight_K, bias_K)]
     tiles = cdiv(M, config.block_m) if isinstance(config, Config) else M
-    programs = min(config.programs or tiles, PARTIALS if with_amax else tiles)
+    programs = min(tiles, config.programs or tiles, PARTIALS if with_amax else tiles)
     launch(
         norm_kernel if isinstance(config, Config) else norm_long_kernel,
-        max(min(tiles, programs), 1),
+        max(programs, 1),
         (x_MK, *parameters, *outputs, M, K, x_MK.stride(0), share_of_row(kind, K), float(eps)),
         _constants(config, K, x_MK.dtype, zero_centered, dtype),
         num_warps=config.num_warps,
