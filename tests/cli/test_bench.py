@@ -42,7 +42,8 @@ def test_quick_writes_every_case(tmp_path, device):
         for row in entry["rows"]:
             assert row["error"] == "" or row["library"] == "torchao"
             assert row["error"] or row["ms"] > 0
-            assert row["error"] or row["peak_mib"] > 0
+            held_by_a_graph = "reduce-overhead" in row["variant"]
+            assert row["error"] or (row["peak_mib"] is None if held_by_a_graph else row["peak_mib"] > 0)
             if device == "cpu":
                 assert row["floor_reached"] is None  # known for an H200 only
         assert [row["speed"] for row in entry["rows"] if row["variant"] == entry["baseline"]] == [1.0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowp.kernels._triton import cdiv, constexpr, jit, launch, tl
 from lowp.kernels.amax import amax_of_blocks
 from lowp.kernels.bias_grad import GROUP, sum_group
-from lowp.kernels.float8 import encode, load_amax, multiplier_of
+from lowp.kernels.float8 import encode, first_parts_of_amax, largest_part, multiplier_of
 from lowp.kernels.sources import Plain, SourceSpec, Tensors, load_plain_kept
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.values import decode
@@ -72,6 +72,9 @@ def _cast_kernel(
     tile_m = program // tiles_k
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    EARLY: tl.constexpr = (amax_ptr is not None) and HALVES == 1 and not BIAS  # elsewhere no registers are left for it
+    if EARLY:
+        parts = first_parts_of_amax(amax_ptr, P, BLOCK_P)
     if LOAD_FIRST is not None:
         tiles = LOAD_FIRST(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     else:
@@ -89,7 +92,9 @@ def _cast_kernel(
         places = (operands, M, K, blocks, col_blocks)
         amax = amax_of_blocks(places, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, _AMAX_STAGES)
     else:
-        amax = load_amax(amax_ptr, P, BLOCK_P)
+        if not EARLY:
+            parts = first_parts_of_amax(amax_ptr, P, BLOCK_P)
+        amax = largest_part(parts, amax_ptr, P, BLOCK_P)
     multiplier = multiplier_of(amax, epsilon, FMT_MAX, POWER_2)
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(1.0, multiplier))

@@ -42,13 +42,19 @@ def encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 @jit
-def load_amax(amax_ptr, P, BLOCK_P: tl.constexpr):
-    """The amax, from all its parts: each program works it out for itself."""
-    amax_P = tl.zeros([BLOCK_P], tl.float32)
-    for start in range(0, P, BLOCK_P):
+def first_parts_of_amax(amax_ptr, P, BLOCK_P: tl.constexpr):
+    """The first parts of amax: `largest_part` goes on from here, so that they are under way while others work."""
+    p = tl.arange(0, BLOCK_P)
+    return tl.load(amax_ptr + p, mask=p < P, other=0.0)
+
+
+@jit
+def largest_part(first_P, amax_ptr, P, BLOCK_P: tl.constexpr):
+    """The amax, from its first parts and all others: each program works it out for itself."""
+    for start in range(BLOCK_P, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        amax_P = tl.maximum(amax_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
-    return tl.max(amax_P)
+        first_P = tl.maximum(first_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
+    return tl.max(first_P)
 
 
 @jit

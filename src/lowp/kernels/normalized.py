@@ -162,6 +162,20 @@ def normalize(x, mean, rstd, w, b, ZERO_CENTERED: tl.constexpr):
 
 
 @jit
+def _load_parameter(pointer, m, k, present, K):
+    """A parameter beside a tile of rows m: of the shape of `k`, or of the tile's.
+
+    Where a thread has several columns of a few rows, Triton works the tile out in the layout of the parameter, and
+    turns it there and back through shared memory; a parameter of the tile's shape has its layout.
+    """
+    if (m.shape[0] > 2) and (m.shape[0] < 16):
+        parameter = tl.load(pointer + (k + m * 0), mask=present, other=0.0)
+    else:
+        parameter = tl.load(pointer + k, mask=k < K, other=0.0)
+    return parameter
+
+
+@jit
 def load_normalized(
     operands,
     m,
@@ -179,7 +193,7 @@ def load_normalized(
     x = widened(tl.load(x_ptr + m * stride_m + k * stride_k, mask=present, other=0.0))
     mean = None if mean_ptr is None else tl.load(mean_ptr + m, mask=m < M, other=0.0)
     rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
-    w = None if w_ptr is None else tl.load(w_ptr + k, mask=k < K, other=0.0)
-    b = None if b_ptr is None else tl.load(b_ptr + k, mask=k < K, other=0.0)
+    w = None if w_ptr is None else _load_parameter(w_ptr, m, k, present, K)
+    b = None if b_ptr is None else _load_parameter(b_ptr, m, k, present, K)
     y = normalize(x, mean, rstd, w, b, PARAMS[0])
     return (tl.where(present, rounded(y, DTYPE), 0.0),)
