@@ -7,17 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_fused_kernels(tmp_path):
+@pytest.mark.parametrize(
+    ("only", "kernels"),
+    [
+        ("gradient of swiglu", ["amax", "materialize", "cast row", "cast both", "cast both + bias"]),
+        ("LayerNorm", ["materialize", "cast row", "cast both"]),
+    ],
+)
+def test_fused_kernels(tmp_path, only, kernels):
     script, report = ROOT / "benchmarks" / "fused_kernels.py", tmp_path / "results" / "report.json"
-    command = [sys.executable, str(script), "--quick", "--only", "swiglu", "--json", str(report)]
+    command = [sys.executable, str(script), "--quick", "--only", only, "--json", str(report)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     found = json.loads(report.read_text())
-    assert list(found["sources"]) == ["swiglu", "gradient of swiglu"]
-    for name, entry in found["sources"].items():
-        assert name in output
-        assert all(row["equal"] for row in entry["kernels"].values())
-    assert "cast both + bias" in found["sources"]["gradient of swiglu"]["kernels"]
+    assert list(found["sources"]) == [only]
+    assert only in output
+    rows = found["sources"][only]["kernels"]
+    assert list(rows) == kernels
+    assert all(row["equal"] and row["compiled_us"] > 0 for row in rows.values())
     assert {"device", "torch", "triton", "lowp"} <= found["on"].keys()

@@ -208,6 +208,13 @@ def test_traced_strings_are_the_eager_ones(dynamic):
         assert texts == [encode(value) for value in EXAMPLES]
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_symbolic_bool_is_a_truth(dynamic):
+    torch.compiler.reset()
+    traced = torch.compile(lambda x: (x + 1, encode(x.shape[0] > 4)), fullgraph=True, backend="eager", dynamic=dynamic)
+    assert [traced(torch.ones(rows))[1] for rows in (7, 3, 8)] == ["true", "false", "true"]
+
+
 class Module(torch.nn.Module):
     def __init__(self):
         super().__init__()

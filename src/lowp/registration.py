@@ -88,10 +88,13 @@ def register(
     REGISTRY[name] = Registered(overload, ref, launch, allocate)
 
     kernels = {"cpu": ref, "cuda": launch}
+    takes_floats = re.search(r"\bfloat\b", schema) is not None
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():  # under `dynamic=True` a number may be symbolic: a graph is of one number
-            return overload(*[constant(arg) if isinstance(arg, float) else arg for arg in args])
+        if torch.compiler.is_compiling():
+            if takes_floats:  # under `dynamic=True` one may be symbolic: a graph is of one number
+                args = tuple([constant(arg) if isinstance(arg, float) else arg for arg in args])
+            return overload(*args)
         if torch.is_grad_enabled() or dispatch_is_interposed():
             return overload(*args)
         device = None

@@ -77,6 +77,10 @@ def encode(value: Any, owner: type | None = None, name: str = "") -> str:
     """
     if value is None:
         return "null"
+    if isinstance(value, bool):  # where it is symbolic, the graph is then of this truth
+        return "true" if value else "false"
+    if isinstance(value, torch.dtype):
+        return '{"dtype":"' + _DTYPE_NAMES[value] + '"}'
     if isinstance(value, enum.Enum):
         cls = type(value)
         if "<locals>" in cls.__qualname__:
@@ -84,8 +88,6 @@ def encode(value: Any, owner: type | None = None, name: str = "") -> str:
                 f"{_where(owner, name)}: an enum must be importable to cross into a registered operator, got {cls}."
             )
         return f'{{"enum":["{cls.__module__}","{cls.__qualname__}","{value.name}"]}}'
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, int):
         return repr(constant(value))
     if isinstance(value, float):
@@ -93,8 +95,6 @@ def encode(value: Any, owner: type | None = None, name: str = "") -> str:
         return _JSON_FLOATS.get(text, text)
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, torch.dtype):
-        return '{"dtype":"' + _DTYPE_NAMES[value] + '"}'
     if isinstance(value, Value):
         return value.bundle
     if isinstance(value, (tuple, list)):

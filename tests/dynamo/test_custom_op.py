@@ -80,10 +80,12 @@ def test_one_result_and_none_at_all():
     one = _register("toy_one", lambda args: (args.x + 1,))
     none = _register("toy_none", lambda args: (), ())
     nothing = _register("toy_nothing", lambda args: (None,))
+    listed = _register("toy_listed", lambda args: ([args.x + 1, args.x + 2],), ("list",))
     x = torch.randn(3)
     for call in (lambda f: f, compile_):
         assert equal(call(lambda x: one(ToyArgs(x, ())))(x), (x + 1,))
         assert equal(call(lambda x: (x + 1, nothing(ToyArgs(x, ()))))(x)[1], (None,))
+        assert equal(call(lambda x: listed(ToyArgs(x, ())))(x), ((x + 1, x + 2),))
     assert none(ToyArgs(x, ())) == ()
 
 

@@ -242,6 +242,10 @@ def test_simple_fields_may_have_any_name():
     schema = ArgumentSchema(make_dataclass("ToyNames", [("bundle", int), ("mode", str), ("x", Tensor)]))
     again = schema.unflatten(tuple(schema.flatten(schema.args_type(3, "fast", tensor()))))
     assert (again.bundle, again.mode) == (3, "fast")
+    names = ["args", "owner", "encode", "flatten_value"]
+    schema = ArgumentSchema(make_dataclass("ToyOwner", [(name, int) for name in names]))
+    again = schema.unflatten(tuple(schema.flatten(schema.args_type(1, 2, 3, 4))))
+    assert [getattr(again, name) for name in names] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("named", ["missing", "eps", "sizes", "group"])

@@ -112,6 +112,7 @@ def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, boo
         tile = {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         yield source.build(cast_kernel._cast_kernel, types, constants | tile, config, maxnreg=config.maxnreg)
         if (row, column, bias) == flags[-1]:
-            amax_block = cast_kernel.amax_block(256, source.halves, config.num_warps)
+            width = 1024 if source.constants["LOAD"] is load_normalized else 256  # tiles of 4 rows, or of 16
+            amax_block = cast_kernel.amax_block(width, source.halves, config.num_warps)
             types, constants = cast_types(fmt, row, column, bias, amax_block=amax_block, sums="*bf16")
             yield source.build(cast_kernel._cast_kernel, types, constants | tile, config)

@@ -8,9 +8,11 @@ import torch
 from lowp import formats
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels import cast as kernel
+from lowp.kernels.activated import activation_gradient
 from lowp.kernels.amax import amax
 from lowp.kernels.cast import cast, cast_bias_grad
 from lowp.kernels.cast_kernel import Config, pad_contraction
+from lowp.kernels.materialize import materialize
 from lowp.kernels.sources import PLAIN
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from tests import oracle
@@ -91,6 +93,22 @@ def test_amax_is_the_largest_part(device, shape):
     x = torch.randn(20, 20)
     for layout in (parts.to(device), parts.to(device).expand(2, *shape).movedim(0, -1)):
         check(cast(x.to(device), layout, spec("E4M3")), x, parts.max().item(), "E4M3")
+
+
+@pytest.mark.parametrize("largest", [5, 1029, 1279])
+def test_any_part_may_be_the_largest(device, largest):
+    """Whether they are read before the values are worked out or after, and in one step or in several."""
+    parts = torch.rand(1280)
+    parts[largest] = 8.0
+    x, dy, both = torch.randn(70, 48), torch.randn(70, 48), torch.randn(70, 96)
+    rule, given = spec("E5M2"), parts.to(device)
+    gradient = activation_gradient(dy.to(device), both.to(device), "swiglu")
+    for row, column in COPIES.values():
+        check(cast(x.to(device), given, rule, row=row, column=column), x, 8.0, "E5M2")
+        *copies, _ = cast_bias_grad(x.to(device), given, rule, row=row, column=column)
+        check(tuple(copies), x, 8.0, "E5M2")
+        worked_out = cast(gradient, given, rule, row=row, column=column)
+        check(worked_out, materialize(gradient).cpu(), 8.0, "E5M2")
 
 
 @pytest.mark.parametrize("copies", COPIES)

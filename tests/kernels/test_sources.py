@@ -25,7 +25,7 @@ from tests.kernels.layouts import all_values, bits
 from tests.kernels.sources import LAYOUTS, SOURCES, relayout
 
 COPIES = {"row": (True, False), "column": (False, True), "both": (True, True)}
-SHAPES = [(1, 1), (3, 40), (70, 33), (130, 272), (257, 1040)]
+SHAPES = [(1, 1), (3, 40), (70, 33), (130, 272), (20, 600), (257, 1040)]
 QUANTIZERS = [Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(fmt=E5M2, power_2_scale=True)]
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import types
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -38,6 +39,14 @@ Sizes = tuple[int, ...]
 _SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype)
 _COMPONENTS = Quantized._fields
 _TENSOR_KINDS = ("tensor", "quantized", "tensor_or_quantized")
+_FLATTENED = {
+    "tensor": "{0}",
+    "quantized": "*flatten_value({0}, 'quantized')",
+    "tensor_or_quantized": "*flatten_value({0}, 'tensor_or_quantized')",
+    "sizes": "None if {0} is None else [*{0}]",
+    "group": "None if {0} is None else {0}.group_name",
+}
+"""A field as arguments of the operator, by its kind."""
 
 
 class Field(NamedTuple):
@@ -86,6 +95,7 @@ class ArgumentSchema:
         for field in self.slots:
             if any(names.count(name) > 1 for name in _slot_names(field)):
                 raise TypeError(f"{args_type.__name__}.{field.name}: another argument of the operator has this name.")
+        self.flatten = self._make_flatten()
 
     def declare(self, *, mutating: bool) -> str:
         """The operator's parameters, in schema language."""
@@ -103,21 +113,19 @@ class ArgumentSchema:
                 declared.extend(f"Tensor? {name}" for name in _slot_names(field))
         return ", ".join([*declared, "str bundle"])
 
-    def flatten(self, args: Any) -> list[Any]:
-        """An instance as the operator's arguments. Runs in traced code."""
-        flat: list[Any] = []
-        for field in self.slots:
-            value = getattr(args, field.name)
-            if field.kind == "sizes":
-                flat.append(None if value is None else list(value))
-            elif field.kind == "group":
-                flat.append(None if value is None else value.group_name)
-            elif field.kind == "tensor":
-                flat.append(value)
-            else:
-                flat.extend(flatten_value(value, field.kind))
-        pairs = [f'"{f.name}":' + encode(getattr(args, f.name), self.args_type, f.name) for f in self.simple]
-        return [*flat, '{"dict":{' + ",".join(pairs) + "}}"]
+    def _make_flatten(self) -> Callable[[Any], list[Any]]:
+        """The function `flatten(args)`: an instance as the operator's arguments. It runs in traced code.
+
+        It is written out, without loops and branches: torch.compile traces it once for each call of an operator.
+        """
+        slots = [_FLATTENED[field.kind].format(f"args.{field.name}") for field in self.slots]
+        entries = [f"'\"{f.name}\":' + encode(args.{f.name}, owner, '{f.name}')" for f in self.simple]
+        bundle = "'{\"dict\":{' + " + (" + ',' + ".join(entries) or "''") + " + '}}'"
+        scope: dict[str, Any] = {"encode": encode, "flatten_value": flatten_value, "owner": self.args_type}
+        source = f"def flatten(args):\n    return [{', '.join([*slots, bundle])}]\n"
+        exec(compile(source, f"<lowp {self.args_type.__name__}>", "exec"), scope)  # built of names only
+        flatten: Callable[[Any], list[Any]] = scope["flatten"]
+        return flatten
 
     def unflatten(self, flat: tuple[Any, ...]) -> Any:
         """The operator's arguments as an instance."""

@@ -74,7 +74,7 @@ def _cast_kernel(
     k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     EARLY: tl.constexpr = (amax_ptr is not None) and HALVES == 1 and not BIAS  # elsewhere no registers are left for it
     if EARLY:
-        parts = first_parts_of_amax(amax_ptr, P, BLOCK_P)
+        parts_P = first_parts_of_amax(amax_ptr, P, BLOCK_P)
     if LOAD_FIRST is not None:
         tiles = LOAD_FIRST(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     else:
@@ -93,8 +93,8 @@ def _cast_kernel(
         amax = amax_of_blocks(places, 0, 1, LOAD, DTYPE, FUNCTION, GATE, PARAMS, BLOCK_R, BLOCK_C, _AMAX_STAGES)
     else:
         if not EARLY:
-            parts = first_parts_of_amax(amax_ptr, P, BLOCK_P)
-        amax = largest_part(parts, amax_ptr, P, BLOCK_P)
+            parts_P = first_parts_of_amax(amax_ptr, P, BLOCK_P)
+        amax = largest_part(parts_P, amax_ptr, P, BLOCK_P)
     multiplier = multiplier_of(amax, epsilon, FMT_MAX, POWER_2)
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(1.0, multiplier))

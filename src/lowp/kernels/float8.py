@@ -43,7 +43,7 @@ def encode_ref(x: Tensor, multiplier: Tensor, fmt: ElementFormat) -> Tensor:
 
 @jit
 def first_parts_of_amax(amax_ptr, P, BLOCK_P: tl.constexpr):
-    """The first parts of amax: `largest_part` goes on from here, so that they are under way while others work."""
+    """The first parts of amax: loaded early, they are under way while a program works its values out."""
     p = tl.arange(0, BLOCK_P)
     return tl.load(amax_ptr + p, mask=p < P, other=0.0)
 
@@ -51,10 +51,11 @@ def first_parts_of_amax(amax_ptr, P, BLOCK_P: tl.constexpr):
 @jit
 def largest_part(first_P, amax_ptr, P, BLOCK_P: tl.constexpr):
     """The amax, from its first parts and all others: each program works it out for itself."""
+    largest_P = first_P
     for start in range(BLOCK_P, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        first_P = tl.maximum(first_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
-    return tl.max(first_P)
+        largest_P = tl.maximum(largest_P, tl.load(amax_ptr + p, mask=p < P, other=0.0))
+    return tl.max(largest_P)
 
 
 @jit

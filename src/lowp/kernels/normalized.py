@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
-from lowp.kernels._triton import jit, tl
+from lowp.kernels._triton import constexpr, jit, tl
 from lowp.kernels.sources import Kernel, Source, SourceSpec, Tensors, check_count, check_matrix, rounded, widened
 
 
@@ -161,14 +161,18 @@ def normalize(x, mean, rstd, w, b, ZERO_CENTERED: tl.constexpr):
     return scale_and_shift(standardize(x, mean, rstd), w, b, ZERO_CENTERED)
 
 
+_FEW_ROWS, _MANY_ROWS = constexpr(4), constexpr(16)
+
+
 @jit
 def _load_parameter(pointer, m, k, present, K):
     """A parameter beside a tile of rows m: of the shape of `k`, or of the tile's.
 
-    Where a thread has several columns of a few rows, Triton works the tile out in the layout of the parameter, and
-    turns it there and back through shared memory; a parameter of the tile's shape has its layout.
+    In a tile of few rows and many columns, Triton works all out in the layout of the parameter, and turns the tile
+    there and back through shared memory; a parameter of the tile's shape has the tile's layout. Measured on an H200: a
+    row cast's tiles of 8 rows gain by it, 79 to 85 % of copy bandwidth; those of 2 (amax) and of 64 rows lose.
     """
-    if (m.shape[0] > 2) and (m.shape[0] < 16):
+    if (m.shape[0] >= _FEW_ROWS) and (m.shape[0] < _MANY_ROWS):
         parameter = tl.load(pointer + (k + m * 0), mask=present, other=0.0)
     else:
         parameter = tl.load(pointer + k, mask=k < K, other=0.0)

@@ -21,7 +21,7 @@ class compile_boundary:  # noqa: N801  called as a function, or used as a contex
         boundary: "operation": one node for each operation and direction. "kernel": operations are traced inline and
             their kernels are the nodes, so that Inductor sees what is around them. Results are the same bits. On an
             H200 the first is faster in every measured case, since operators are replayed (`lowp.replay`); the second
-            takes less memory, since an operation's caller holds its arguments until it is done.
+            takes less memory around single layers, since an operation's caller holds its arguments until it is done.
 
     Raises:
         ValueError: another name.

@@ -243,9 +243,9 @@ def empty_weight(args: LinearBackwardArgs) -> Tensor:
     return args.main_grad.new_empty(args.weight_shape, dtype=args.weight_dtype)
 
 
-def released(args: LinearBackwardArgs, dy: Tensor | Quantized, copy: str) -> Tensor | Quantized:
-    """The gradient without the copy that is read no more: its memory is free then, unless the caller holds it."""
-    if not isinstance(dy, Quantized):
+def released(args: LinearBackwardArgs, dy: Tensor | Quantized, copy: str, in_custom_op: bool) -> Tensor | Quantized:
+    """The gradient without the copy that is read no more; in eager mode, its memory is free then."""
+    if in_custom_op or not isinstance(dy, Quantized):
         return dy
     if copy == "column_data":
         args.input = None  # wgrad is done

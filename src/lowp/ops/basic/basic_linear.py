@@ -190,12 +190,12 @@ class BasicLinear(LinearPacking):
         grad_weight: Tensor | None = None
         if overlaps and weight is not None:
             grad_input = gemms.dgrad(args, dy, weight)
-            dy = gemms.released(args, dy, "row_data")
+            dy = gemms.released(args, dy, "row_data", in_custom_op)
         if wait_for_input is not None:
             operands = WgradOperands(dy, wait_for_input(), args.fast_wgrad)
             grad_weight = gemms.wgrad(args, operands, in_custom_op=in_custom_op)
             del operands, wait_for_input
-            dy = gemms.released(args, dy, "column_data")
+            dy = gemms.released(args, dy, "column_data", in_custom_op)
         if args.input_requires_grad and grad_input is None:
             grad_input = gemms.dgrad(args, dy, gemms.dgrad_weight(args) if weight is None else weight)
         if args.placeholder_grad and not in_custom_op:
