@@ -191,9 +191,6 @@ def _fresh(name: str, values: list[Any], arguments: tuple[Any, ...]) -> list[Any
 
 
 def _unflatten_results(flat: list[Any], results: Results) -> tuple[Any, ...]:
-    """The inverse of `_flatten_results`. Runs in traced code."""
-    if "tensor_or_quantized" not in results:  # each has one slot
-        return tuple([tuple(value) if isinstance(value, list) else value for value in flat])
     values: list[Any] = []
     at = 0
     for kind in results:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,7 @@ class _Layout:
     """One value, then groups of tensors, one group for each basic operation, then perhaps a list of tensors."""
 
     def __init__(self, first: str, *groups: Sequence[int], rest: bool = False) -> None:
-        self.bounds, at = [], 1
-        for counts in groups:
-            ends = [*itertools.accumulate(counts, initial=at)]
-            self.bounds.append([*itertools.pairwise(ends)])
-            at = ends[-1]
-        self.end = at
+        self.groups = groups
         self.rest = rest
         count = sum(sum(counts) for counts in groups)
         self.results: Results = (first, *["tensor"] * count, *["list"] * rest)
@@ -36,8 +30,13 @@ class _Layout:
 
     def restore(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inverse of `flatten`. Runs in traced code."""
-        groups = [[flat[start:end] for start, end in bounds] for bounds in self.bounds]
-        return (flat[0], *groups, *flat[self.end :])
+        value = [flat[0]]
+        at = 1
+        for counts in self.groups:
+            count = sum(counts)
+            value.append(split_groups(flat[at : at + count], counts))
+            at += count
+        return (*value, *flat[at:])
 
 
 _LAYOUT_ATTRIBUTES = (
