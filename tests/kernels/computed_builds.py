@@ -106,8 +106,8 @@ def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, boo
     for row, column, bias in flags:
         config = cast_kernel.ROW_ONLY
         if column or bias:
-            wide = source.operands[0] == "*fp32"
-            config = cast_kernel.computed_config(source.halves, wide=wide, summing=bias)
+            wide, by_rows = source.operands[0] == "*fp32", source.operands[2] == 1
+            config = cast_kernel.computed_config(source.halves, wide=wide, by_rows=by_rows, summing=bias)
         types, constants = cast_types(fmt, row, column, bias)
         tile = {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         yield source.build(cast_kernel._cast_kernel, types, constants | tile, config, maxnreg=config.maxnreg)

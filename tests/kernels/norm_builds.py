@@ -59,7 +59,8 @@ def forward(
     }
     constants = norm._constants(config, K, x, not layer, y)
     build = _build(kernel, K, pointers, constants, config.num_warps, config.maxnreg)
-    return replace(build, spills=32) if config == norm_config._WITH_AMAX[8192, True, False] else build
+    squeezed = [norm_config._WITH_AMAX[tile, True, False] for tile in (4096, 8192)]
+    return replace(build, spills=32) if config in squeezed else build
 
 
 def backward(

@@ -175,7 +175,7 @@ def _clamped_linear_ref(b: Tensor, params: Params) -> tuple[Tensor, Tensor]:
 def _clamped_silu(a, PARAMS: tl.constexpr):
     limit: tl.constexpr = PARAMS[0]
     alpha: tl.constexpr = PARAMS[1]
-    clamped = tl.where(a > limit, limit, a)
+    clamped = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
     s = sigmoid_of(clamped * (-alpha * _LOG2E))
     value = clamped * s
     return value, tl.where(a <= limit, tl.fma(value * (1.0 - s), alpha, s), 0.0)
@@ -185,7 +185,7 @@ def _clamped_silu(a, PARAMS: tl.constexpr):
 def _clamped_linear(b, PARAMS: tl.constexpr):
     limit: tl.constexpr = PARAMS[0]
     within = tl.abs(b) <= limit
-    clamped = tl.where(b > limit, limit, tl.where(b < -limit, -limit, b))
+    clamped = tl.clamp(b, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return clamped + PARAMS[2], tl.where(within, 1.0, 0.0)
 
 

@@ -58,8 +58,24 @@ def bias_grad_ref(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
 @jit
 def sum_group(x_RN):
     """Sum 64 fp32 rows to one: `[64, N]` to `[1, N]`; two steps within a thread, then one exchange between threads."""
-    x_RN = tl.sum(tl.reshape(x_RN, [2, 32, x_RN.shape[1]]), axis=0)
-    x_RN = tl.sum(tl.reshape(x_RN, [2, 16, x_RN.shape[1]]), axis=0)
+    return _sum_sixteen(_sum_quarters(x_RN))
+
+
+@jit
+def sum_group_of_two(a_RN, b_RN):
+    """The sums of two tiles, in one exchange: of twice as many columns, which as many more threads take."""
+    quarters = tl.join(_sum_quarters(a_RN), _sum_quarters(b_RN))
+    sums = _sum_sixteen(tl.reshape(quarters, [16, 2 * a_RN.shape[1]]))
+    return tl.split(tl.reshape(sums, [1, a_RN.shape[1], 2]))
+
+
+@jit
+def _sum_quarters(x_RN):
+    return tl.sum(tl.reshape(tl.sum(tl.reshape(x_RN, [2, 32, x_RN.shape[1]]), axis=0), [2, 16, x_RN.shape[1]]), axis=0)
+
+
+@jit
+def _sum_sixteen(x_RN):
     x_NR = tl.trans(x_RN)
     for _ in tl.static_range(4):
         even, odd = tl.split(tl.reshape(x_NR, [x_NR.shape[0], x_NR.shape[1] // 2, 2]))
@@ -107,9 +123,10 @@ class Config(NamedTuple):
 
     block_n: int
     num_warps: int
+    maxnreg: int | None = None
 
 
-PARTIAL = Config(block_n=128, num_warps=8)
+PARTIAL = Config(block_n=128, num_warps=8, maxnreg=80)  # three programs share a multiprocessor
 TOTAL = Config(block_n=16, num_warps=2)
 
 
@@ -123,13 +140,14 @@ def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: C
     kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
     width = N // source.halves
     sums = allocate_sums(tensors[0], M, N, dtype)
-    block_n, num_warps = config
+    block_n, num_warps, maxnreg = config
     launch(
         _partial_kernel,
         cdiv(M, GROUP) * cdiv(width, block_n),
         (sums, kernel.operands, M, width),
         (*kernel.constants(source.dtype), source.halves, GROUP, block_n),
         num_warps=num_warps,
+        maxnreg=maxnreg,
         enable_fp_fusion=False,
     )
     return total(sums, M, dtype)
@@ -139,7 +157,7 @@ def total_launch(partial_GN: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum the partial sums of several groups: a second launch."""
     G, N = partial_GN.shape
     bias_grad_N = partial_GN.new_empty(N, dtype=dtype)
-    block_n, num_warps = TOTAL
+    block_n, num_warps, _ = TOTAL
     launch(_total_kernel, cdiv(N, block_n), (partial_GN, bias_grad_N, G, N), (GROUP, block_n), num_warps=num_warps)
     return bias_grad_N
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.kernels._triton import cdiv, constexpr, jit, launch, tl
 from lowp.kernels.amax import amax_of_blocks
-from lowp.kernels.bias_grad import GROUP, sum_group
+from lowp.kernels.bias_grad import GROUP, sum_group, sum_group_of_two
 from lowp.kernels.float8 import encode, first_parts_of_amax, largest_part, multiplier_of
 from lowp.kernels.sources import Plain, SourceSpec, Tensors, load_plain_kept
 from lowp.quantizers import Float8CurrentScalingQuantizer
@@ -32,6 +32,18 @@ def pad_contraction(size: int) -> int:
 
 
 _AMAX_STAGES = constexpr(3)  # as in lowp.kernels.amax
+
+
+@jit
+def _store_sums(sums_ptr, tiles, tile_m, k, M, K, HALVES: tl.constexpr):
+    """The sums of a tile's rows."""
+    pointers, stored = sums_ptr + tile_m * (HALVES * K) + k, (tile_m * tiles[0].shape[0] < M) & (k < K)
+    if HALVES == 2:
+        first, last = sum_group_of_two(tiles[0].to(tl.float32), tiles[1].to(tl.float32))
+        tl.store(pointers, first, mask=stored)
+    else:
+        last = sum_group(tiles[0].to(tl.float32))
+    tl.store(pointers + (HALVES - 1) * K, last, mask=stored)
 
 
 @jit
@@ -70,8 +82,10 @@ def _cast_kernel(
     K_before = (HALVES - 1) * K  # columns before the last half, which is the one that is padded
     tiles_k = tl.maximum(tl.cdiv(K_padded - K_before, BLOCK_K), 1)
     tile_m = program // tiles_k
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    k = program % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    if BIAS and HALVES == 2:  # eight columns a thread: with more, the rows of a sum lie in several warps
+        row, column = tl.max_contiguous(row, [8, 1]), tl.max_contiguous(column, [1, 8])
+    m, k = tile_m * BLOCK_M + row, program % tiles_k * BLOCK_K + column
     EARLY: tl.constexpr = (amax_ptr is not None) and HALVES == 1 and not BIAS  # elsewhere no registers are left for it
     if EARLY:
         parts_P = first_parts_of_amax(amax_ptr, P, BLOCK_P)
@@ -80,10 +94,7 @@ def _cast_kernel(
     else:
         tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     if BIAS:
-        for half in tl.static_range(HALVES):
-            sums_pointers = sums_ptr + tile_m * (HALVES * K) + half * K + k
-            x = tiles[half].to(tl.float32)
-            tl.store(sums_pointers, sum_group(x), mask=(tile_m * BLOCK_M < M) & (k < K))
+        _store_sums(sums_ptr, tiles, tile_m, k, M, K, HALVES)
     if LOAD_FIRST is not None:
         tiles = LOAD(operands, m, k, M, K, DTYPE, FUNCTION, GATE, PARAMS)
     if amax_ptr is None:
@@ -99,7 +110,7 @@ def _cast_kernel(
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
     for half in tl.static_range(HALVES):
-        q = encode(tiles[half].to(tl.float32), multiplier, row_ptr.dtype.element_ty, FMT_MAX)
+        q = encode(tiles[half].to(tl.float32), multiplier, row_ptr.dtype.element_ty)
         if ROW:
             width = K if half < HALVES - 1 else K_padded - K_before
             tl.store(row_ptr + m * K_padded + half * K + k, q, mask=(m < M) & (k < width))
@@ -126,6 +137,8 @@ COMPUTED_NARROW = Config(block_m=GROUP, block_k=64, num_warps=4)
 # With sums, as many threads as columns: one exchange between them, and no copies.
 COMPUTED_SUMMING = Config(block_m=GROUP, block_k=128, num_warps=4)
 COMPUTED_SUMMING_NARROW = Config(block_m=GROUP, block_k=64, num_warps=2)
+COMPUTED_SUMMING_HALVES = Config(block_m=GROUP, block_k=64, num_warps=4, maxnreg=96)
+COMPUTED_SUMMING_HALVES_ROOMY = COMPUTED_SUMMING_HALVES._replace(maxnreg=128)  # where 96 registers don't suffice
 BLOCK_P = 512
 """Parts of amax that a program reads at a time."""
 _AMAX_VALUES, _AMAX_VALUES_OF_A_WARP = 4096, 1024
@@ -153,18 +166,23 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
-        wide = any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors)
-        return computed_config(source.halves, wide=wide, summing=summing)
+        matrices = [x for x in tensors if x.ndim == 2]
+        wide, by_rows = any(x.dtype == torch.float32 for x in matrices), all(x.stride(1) == 1 for x in matrices)
+        return computed_config(source.halves, wide=wide, by_rows=by_rows, summing=summing)
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
 
 
-def computed_config(halves: int, *, wide: bool, summing: bool) -> Config:
-    """The tiles of values that are worked out: of two halves, or from fp32, half as many fit the registers."""
-    narrow = wide or halves > 1
+def computed_config(halves: int, *, wide: bool, by_rows: bool, summing: bool) -> Config:
+    """The tiles of values that are worked out: of two halves, or from fp32, half as many fit the registers.
+
+    wide: from fp32. by_rows: from matrices whose rows are contiguous.
+    """
+    if summing and halves > 1:
+        return COMPUTED_SUMMING_HALVES if by_rows and not wide else COMPUTED_SUMMING_HALVES_ROOMY
     if summing:
-        return COMPUTED_SUMMING_NARROW if narrow else COMPUTED_SUMMING
-    return COMPUTED_NARROW if narrow else COMPUTED
+        return COMPUTED_SUMMING_NARROW if wide else COMPUTED_SUMMING
+    return COMPUTED_NARROW if wide or halves > 1 else COMPUTED
 
 
 def cast_launch(

@@ -66,7 +66,7 @@ _RESIDENT = _MULTIPROCESSORS * 16384
 _WITH_AMAX = {
     (4096, False, False): Config(1, 4, PARTIALS, prefetch=True, columns=1),
     (4096, False, True): Config(1, 4, 3 * _MULTIPROCESSORS, keep=True, prefetch=True, columns=1),
-    (4096, True, False): Config(1, 4, 3 * _MULTIPROCESSORS, prefetch=True, columns=1),
+    (4096, True, False): Config(1, 4, PARTIALS, prefetch=True, columns=1, maxnreg=128),
     (4096, True, True): Config(2, 4, 2 * _MULTIPROCESSORS, prefetch=True, columns=1),
     (8192, False, False): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, columns=1),
     (8192, False, True): Config(1, 8, 2 * _MULTIPROCESSORS, prefetch=True, columns=1, maxnreg=128),

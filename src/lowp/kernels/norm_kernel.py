@@ -87,12 +87,9 @@ def _magnitude(y, present, OVERFLOW: tl.constexpr):
 
 
 @jit
-def _amax_of_extremes(z, w, b, present, ZERO: tl.constexpr, OVERFLOW: tl.constexpr):
-    """The largest |y| of the columns' extremes, and 1 if one isn't finite, which hides its column, else 0."""
-    y = scale_and_shift(z, w, b, ZERO)
-    magnitude = _magnitude(y, present, OVERFLOW)
-    hides = present & (magnitude == 0.0) & (y != 0.0)
-    return tl.max(magnitude), tl.max(hides.to(tl.int32))
+def _larger(a, b):
+    """The larger one, or NaN if one of them is: what isn't finite isn't lost."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
@@ -123,12 +120,12 @@ def _amax_of_columns(
     w_ptr, b_ptr = operands[1], operands[2]
     w = tl.load(w_ptr + k, mask=in_row, other=0.0) if w_ptr is not None else None
     b = tl.load(b_ptr + k, mask=in_row, other=0.0) if b_ptr is not None else None
-    present = in_row & (top > -float("inf"))  # columns that have rows
-    amax, hides = _amax_of_extremes(top, w, b, present, ZERO, OVERFLOW)
+    largest = tl.abs(scale_and_shift(top, w, b, ZERO))
     if b_ptr is not None:
-        low, low_hides = _amax_of_extremes(bottom, w, b, present, ZERO, OVERFLOW)
-        amax, hides = tl.maximum(amax, low), tl.maximum(hides, low_hides)
-    if hides > 0:
+        largest = _larger(largest, tl.abs(scale_and_shift(bottom, w, b, ZERO)))
+    has_rows = in_row & (top > -float("inf"))
+    amax = tl.reduce(tl.where(has_rows, largest, 0.0), None, _larger)
+    if not amax < OVERFLOW:  # an extreme that isn't finite hides the others of its column
         tl.debug_barrier()  # the statistics are read where they were written
         amax = _amax_of_rows(operands, k, r, in_row, M, stride_m, step, ZERO, OVERFLOW)
     return amax

@@ -214,7 +214,7 @@ def rounded(x, DTYPE: tl.constexpr):
             pack=2,
         )
     else:
-        y = x.to(DTYPE).to(tl.float32)
+        y = widened(x.to(DTYPE))
     return y
 
 
