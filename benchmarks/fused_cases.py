@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels.activated import activated, activation_gradient
+from lowp.kernels.activations import ACTIVATIONS, activation_gradient_ref
 from lowp.kernels.normalized import normalized
 from lowp.kernels.sources import Source
 
@@ -65,6 +66,12 @@ def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(dy.float(), x.float(), approximate="tanh").to(x.dtype)
 
 
+def gradient(name: str, dy: Tensor, x: Tensor) -> Tensor:
+    """Of any other activation, by its formula."""
+    activation = ACTIVATIONS[name]
+    return activation_gradient_ref(dy.float(), x.float(), activation, tuple(activation.defaults.values())).to(x.dtype)
+
+
 def norm(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """LayerNorm's second step."""
     return ((x.float() - mean[:, None]) * rstd[:, None] * w.float() + b.float()).to(x.dtype)
@@ -84,6 +91,9 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         x, dy = draw(T, factor * H), draw(T, H)
         yield Case(name, activated(x, name), forward, (x,), False)
         yield Case(f"gradient of {name}", activation_gradient(dy, x, name), backward, (dy, x), True)
+    for name in ("geglu", "clamped_swiglu"):
+        x, dy = draw(T, 2 * H), draw(T, H)
+        yield Case(f"gradient of {name}", activation_gradient(dy, x, name), partial(gradient, name), (dy, x), True)
     x, w, b = draw(T, D), draw(D), draw(D)
     yield Case("RMSNorm", normalized(x, None, rstd, w), rms_norm, (x, rstd, w), False)
     yield Case("LayerNorm", normalized(x, mean, rstd, w, b), norm, (x, mean, rstd, w, b), False)

@@ -3,10 +3,11 @@
     python benchmarks/fused_kernels.py [--json FILE] [--only PART] [--sweep]       on a GPU
     python benchmarks/fused_kernels.py --quick                                     small sizes, also on a CPU
 
-Every source (SwiGLU, GELU, their gradients, RMSNorm and LayerNorm with given statistics) goes through every kernel that
-takes one. `of copy` is the time of the bytes that must be read and written at the speed of a copy, over the time taken:
-operands once, each output once. `compiled` is torch.compile on the same work: the expression in bf16, and what the
-kernel does with its values (their largest magnitude; clamped and in fp8, given a multiplier; also transposed; summed).
+Every source (SwiGLU, GELU, their gradients, those of geglu and clamped_swiglu, RMSNorm and LayerNorm with given
+statistics) goes through every kernel that takes one. `of copy` is the time of the bytes that must be read and written
+at the speed of a copy, over the time taken: operands once, each output once. `compiled` is torch.compile on the same
+work: the expression in bf16, and what the kernel does with its values (their largest magnitude; clamped and in fp8,
+given a multiplier; also transposed; summed).
 Of normalized rows no amax is timed: the kernel of the statistics finds it (benchmarks/norm_kernels.py).
 Each result is compared with that of the values as a tensor: the bits must be equal.
 `--sweep` times each kernel under other launch configurations too, and prints the best of them.
