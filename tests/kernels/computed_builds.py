@@ -95,10 +95,10 @@ def tensor_builds(source: Computed) -> Iterator[Build]:
     types = {"M": "i32", "K": "i32", "out_ptr": f"*{source.constants['DTYPE']}"}
     constants = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
     yield source.build(materialize._materialize_kernel, types, constants, config)
-    config = bias_grad.PARTIAL
+    config = bias_grad.PARTIAL_WIDE if source.operands[0] == "*fp32" else bias_grad.PARTIAL
     types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
-    yield source.build(bias_grad._partial_kernel, types, constants, config)
+    yield source.build(bias_grad._partial_kernel, types, constants, config, maxnreg=config.maxnreg)
 
 
 def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, bool, bool]]) -> Iterator[Build]:

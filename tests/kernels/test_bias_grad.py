@@ -87,8 +87,7 @@ def test_every_configuration_gives_the_same_bits(config, dtype):
     for dy in (torch.randn(1000, 208, dtype=dtype).cuda(), torch.randn(333, 700, dtype=dtype).cuda().t()):
         expected = bits(bias_grad(dy, torch.float32))
         assert torch.equal(bits(kernel._bias_grad_launch((dy,), PLAIN[dtype].bundle, torch.float32, config)), expected)
-        block_n, num_warps = config
-        fused_config = Config(kernel.GROUP, block_n, num_warps)
+        fused_config = Config(kernel.GROUP, *config)
         quantizer = Float8CurrentScalingQuantizer().bundle
         fused = _cast_bias_grad_launch(
             (dy,), PLAIN[dtype].bundle, amax(dy), quantizer, True, True, torch.float32, fused_config

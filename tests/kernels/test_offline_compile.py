@@ -93,16 +93,20 @@ def cast_builds() -> Iterator[Build]:
 
 
 def bias_grad_builds() -> Iterator[Build]:
-    config = bias_grad.PARTIAL
-    constants = {"HALVES": 1, "GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     types: dict[str, Any]
     for dtype in ("bf16", "fp16", "fp32"):
+        config = bias_grad.PARTIAL_WIDE if dtype == "fp32" else bias_grad.PARTIAL
+        constants = {"HALVES": 1, "GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
         types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
         operands, source = plain(dtype, "i32", "i32")
-        yield Build(bias_grad._partial_kernel, types | operands, constants | source, config.num_warps)
+        yield Build(
+            bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, maxnreg=config.maxnreg
+        )
         operands, _ = plain(dtype, "i32", 1)
         aligned = {*types, "operands"}
-        yield Build(bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, aligned)
+        yield Build(
+            bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, aligned, config.maxnreg
+        )
     config = bias_grad.TOTAL
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     for dtype in ("bf16", "fp16", "fp32"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import cdiv, jit, launch, tl
-from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source
+from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source, is_wide
 from lowp.registration import register
 from lowp.values import decode
 
@@ -127,6 +127,7 @@ class Config(NamedTuple):
 
 
 PARTIAL = Config(block_n=128, num_warps=8, maxnreg=80)  # three programs share a multiprocessor
+PARTIAL_WIDE = PARTIAL._replace(maxnreg=None)  # where 80 registers don't suffice
 TOTAL = Config(block_n=16, num_warps=2)
 
 
@@ -135,12 +136,12 @@ def _bias_grad_ref(tensors: Tensors, spec: str, dtype: torch.dtype) -> Tensor:
     return bias_grad_ref(decode(spec).produce_ref(tensors), dtype)
 
 
-def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: Config = PARTIAL) -> Tensor:
+def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: Config | None = None) -> Tensor:
     source: SourceSpec = decode(spec)
     kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
     width = N // source.halves
     sums = allocate_sums(tensors[0], M, N, dtype)
-    block_n, num_warps, maxnreg = config
+    block_n, num_warps, maxnreg = config or (PARTIAL_WIDE if is_wide(tensors) else PARTIAL)
     launch(
         _partial_kernel,
         cdiv(M, GROUP) * cdiv(width, block_n),

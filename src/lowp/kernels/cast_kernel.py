@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lowp.kernels._triton import cdiv, constexpr, jit, launch, tl
 from lowp.kernels.amax import amax_of_blocks
 from lowp.kernels.bias_grad import GROUP, sum_group, sum_group_of_two
 from lowp.kernels.float8 import encode, first_parts_of_amax, largest_part, multiplier_of
-from lowp.kernels.sources import Plain, SourceSpec, Tensors, load_plain_kept
+from lowp.kernels.sources import Plain, SourceSpec, Tensors, is_wide, load_plain_kept
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.values import decode
 
@@ -166,9 +165,8 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
-        matrices = [x for x in tensors if x.ndim == 2]
-        wide, by_rows = any(x.dtype == torch.float32 for x in matrices), all(x.stride(1) == 1 for x in matrices)
-        return computed_config(source.halves, wide=wide, by_rows=by_rows, summing=summing)
+        by_rows = all(x.stride(1) == 1 for x in tensors if x.ndim == 2)
+        return computed_config(source.halves, wide=is_wide(tensors), by_rows=by_rows, summing=summing)
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
 

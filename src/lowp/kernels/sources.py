@@ -287,6 +287,11 @@ def check_count(op: str, tensors: Tensors, count: int) -> None:
         fail(op, f"this source is made of {count} tensors", got=len(tensors))
 
 
+def is_wide(tensors: Tensors) -> bool:
+    """Whether a matrix is fp32, so that a tile takes more registers."""
+    return any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors)
+
+
 def check_matrix(op: str, name: str, x: Tensor) -> None:
     """Raise unless `x` is a matrix of a high-precision dtype."""
     if x.ndim != 2:
