@@ -71,11 +71,14 @@ def sum_group_of_two(a_RN, b_RN):
 
 @jit
 def _sum_quarters(x_RN):
-    return tl.sum(tl.reshape(tl.sum(tl.reshape(x_RN, [2, 32, x_RN.shape[1]]), axis=0), [2, 16, x_RN.shape[1]]), axis=0)
+    """Rows r, r + 16, r + 32 and r + 48, which a thread holds: `[64, N]` to `[16, N]`."""
+    x_RN = tl.sum(tl.reshape(x_RN, [2, 32, x_RN.shape[1]]), axis=0)
+    return tl.sum(tl.reshape(x_RN, [2, 16, x_RN.shape[1]]), axis=0)
 
 
 @jit
 def _sum_sixteen(x_RN):
+    """`[16, N]` to `[1, N]`, neighbours first: the exchange between threads."""
     x_NR = tl.trans(x_RN)
     for _ in tl.static_range(4):
         even, odd = tl.split(tl.reshape(x_NR, [x_NR.shape[0], x_NR.shape[1] // 2, 2]))
