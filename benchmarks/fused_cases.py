@@ -66,8 +66,8 @@ def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(dy.float(), x.float(), approximate="tanh").to(x.dtype)
 
 
-def gradient(name: str, dy: Tensor, x: Tensor) -> Tensor:
-    """Of any other activation, by its formula."""
+def gradient_by_formula(name: str, dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of an activation, as the library's reference has it."""
     activation = ACTIVATIONS[name]
     return activation_gradient_ref(dy.float(), x.float(), activation, tuple(activation.defaults.values())).to(x.dtype)
 
@@ -93,7 +93,9 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         yield Case(f"gradient of {name}", activation_gradient(dy, x, name), backward, (dy, x), True)
     for name in ("geglu", "clamped_swiglu"):
         x, dy = draw(T, 2 * H), draw(T, H)
-        yield Case(f"gradient of {name}", activation_gradient(dy, x, name), partial(gradient, name), (dy, x), True)
+        yield Case(
+            f"gradient of {name}", activation_gradient(dy, x, name), partial(gradient_by_formula, name), (dy, x), True
+        )
     x, w, b = draw(T, D), draw(D), draw(D)
     yield Case("RMSNorm", normalized(x, None, rstd, w), rms_norm, (x, rstd, w), False)
     yield Case("LayerNorm", normalized(x, mean, rstd, w, b), norm, (x, mean, rstd, w, b), False)

@@ -45,6 +45,16 @@ class Computed(NamedTuple):
     halves: int
     rising: bool = False
 
+    @property
+    def wide(self) -> bool:
+        """Whether the matrices are fp32."""
+        return self.operands[0] == "*fp32"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether their rows are contiguous."""
+        return self.operands[2] == 1
+
     def build(
         self, kernel: Any, types: dict[str, Any], constants: dict[str, Any], config: Any, **options: Any
     ) -> Build:
@@ -79,7 +89,11 @@ def computed_builds() -> Iterator[Build]:
         if value.rising:
             yield from tensor_builds(value)
         yield from computed_cast_builds(activation_source(name, True), E5M2, [(True, True, True)])
-    for source in (activation_source("geglu", True, "fp32"), activation_source("swiglu", True, "fp16", 1, "i32")):
+    for source in (
+        activation_source("geglu", True, "fp32"),
+        activation_source("swiglu", True, "fp16", 1, "i32"),
+        activation_source("clamped_swiglu", True, "bf16", 1, "i32"),
+    ):
         yield from tensor_builds(source)
         yield from computed_cast_builds(source, E5M2, [(True, True, True)])
 
@@ -95,7 +109,7 @@ def tensor_builds(source: Computed) -> Iterator[Build]:
     types = {"M": "i32", "K": "i32", "out_ptr": f"*{source.constants['DTYPE']}"}
     constants = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
     yield source.build(materialize._materialize_kernel, types, constants, config)
-    config = bias_grad.PARTIAL_WIDE if source.operands[0] == "*fp32" else bias_grad.PARTIAL
+    config = bias_grad.partial_config(wide=source.wide, by_rows=source.by_rows)
     types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
     yield source.build(bias_grad._partial_kernel, types, constants, config, maxnreg=config.maxnreg)
@@ -106,8 +120,8 @@ def computed_cast_builds(source: Computed, fmt: Any, flags: list[tuple[bool, boo
     for row, column, bias in flags:
         config = cast_kernel.ROW_ONLY
         if column or bias:
-            wide, by_rows = source.operands[0] == "*fp32", source.operands[2] == 1
-            config = cast_kernel.computed_config(source.halves, wide=wide, by_rows=by_rows, summing=bias)
+            shape = {"wide": source.wide, "by_rows": source.by_rows, "summing": bias}
+            config = cast_kernel.computed_config(source.halves, **shape)
         types, constants = cast_types(fmt, row, column, bias)
         tile = {"LOAD_FIRST": None, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         yield source.build(cast_kernel._cast_kernel, types, constants | tile, config, maxnreg=config.maxnreg)

@@ -94,18 +94,15 @@ def cast_builds() -> Iterator[Build]:
 
 def bias_grad_builds() -> Iterator[Build]:
     types: dict[str, Any]
-    for dtype in ("bf16", "fp16", "fp32"):
-        config = bias_grad.PARTIAL_WIDE if dtype == "fp32" else bias_grad.PARTIAL
+    for dtype, by_rows in itertools.product(("bf16", "fp16", "fp32"), (False, True)):
+        config = bias_grad.partial_config(wide=dtype == "fp32", by_rows=by_rows)
         constants = {"HALVES": 1, "GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}
         types = {"M": "i32", "N": "i32", "sums_ptr": "*fp32"}
-        operands, source = plain(dtype, "i32", "i32")
+        operands, source = plain(dtype, "i32", 1 if by_rows else "i32")
+        aligned = {*types, "operands"} if by_rows else set()
+        known = constants | source
         yield Build(
-            bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, maxnreg=config.maxnreg
-        )
-        operands, _ = plain(dtype, "i32", 1)
-        aligned = {*types, "operands"}
-        yield Build(
-            bias_grad._partial_kernel, types | operands, constants | source, config.num_warps, aligned, config.maxnreg
+            bias_grad._partial_kernel, types | operands, known, config.num_warps, aligned, maxnreg=config.maxnreg
         )
     config = bias_grad.TOTAL
     constants = {"GROUP": bias_grad.GROUP, "BLOCK_N": config.block_n}

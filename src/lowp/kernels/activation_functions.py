@@ -175,6 +175,7 @@ def _clamped_linear_ref(b: Tensor, params: Params) -> tuple[Tensor, Tensor]:
 def _clamped_silu(a, PARAMS: tl.constexpr):
     limit: tl.constexpr = PARAMS[0]
     alpha: tl.constexpr = PARAMS[1]
+    # Also beside a transposed fp8 store: what broke those is kept out by lowp.kernels.float8.
     clamped = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
     s = sigmoid_of(clamped * (-alpha * _LOG2E))
     value = clamped * s

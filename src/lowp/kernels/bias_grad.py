@@ -21,7 +21,7 @@ from torch import Tensor
 from lowp.errors import fail
 from lowp.formats import HIGH_PRECISION
 from lowp.kernels._triton import cdiv, jit, launch, tl
-from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source, is_wide
+from lowp.kernels.sources import Source, SourceSpec, Tensors, as_source, is_by_rows, is_wide
 from lowp.registration import register
 from lowp.values import decode
 
@@ -130,8 +130,13 @@ class Config(NamedTuple):
 
 
 PARTIAL = Config(block_n=128, num_warps=8, maxnreg=80)  # three programs share a multiprocessor
-PARTIAL_WIDE = PARTIAL._replace(maxnreg=None)  # where 80 registers don't suffice
+PARTIAL_ROOMY = PARTIAL._replace(maxnreg=None)  # where 80 registers don't suffice
 TOTAL = Config(block_n=16, num_warps=2)
+
+
+def partial_config(*, wide: bool, by_rows: bool) -> Config:
+    """The launch parameters of `_partial_kernel`; wide: from fp32; by_rows: from matrices with contiguous rows."""
+    return PARTIAL if by_rows and not wide else PARTIAL_ROOMY
 
 
 def _bias_grad_ref(tensors: Tensors, spec: str, dtype: torch.dtype) -> Tensor:
@@ -144,7 +149,7 @@ def _bias_grad_launch(tensors: Tensors, spec: str, dtype: torch.dtype, config: C
     kernel, (M, N) = source.kernel(tensors), source.shape(tensors)
     width = N // source.halves
     sums = allocate_sums(tensors[0], M, N, dtype)
-    block_n, num_warps, maxnreg = config or (PARTIAL_WIDE if is_wide(tensors) else PARTIAL)
+    block_n, num_warps, maxnreg = config or partial_config(wide=is_wide(tensors), by_rows=is_by_rows(tensors))
     launch(
         _partial_kernel,
         cdiv(M, GROUP) * cdiv(width, block_n),

@@ -17,7 +17,7 @@ from lowp.kernels._triton import cdiv, constexpr, jit, launch, tl
 from lowp.kernels.amax import amax_of_blocks
 from lowp.kernels.bias_grad import GROUP, sum_group, sum_group_of_two
 from lowp.kernels.float8 import encode, first_parts_of_amax, largest_part, multiplier_of
-from lowp.kernels.sources import Plain, SourceSpec, Tensors, is_wide, load_plain_kept
+from lowp.kernels.sources import Plain, SourceSpec, Tensors, is_by_rows, is_wide, load_plain_kept
 from lowp.quantizers import Float8CurrentScalingQuantizer
 from lowp.values import decode
 
@@ -35,8 +35,9 @@ _AMAX_STAGES = constexpr(3)  # as in lowp.kernels.amax
 
 @jit
 def _store_sums(sums_ptr, tiles, tile_m, k, M, K, HALVES: tl.constexpr):
-    """The sums of a tile's rows."""
-    pointers, stored = sums_ptr + tile_m * (HALVES * K) + k, (tile_m * tiles[0].shape[0] < M) & (k < K)
+    """Store the sums of a tile's rows; those of two halves go through one exchange."""
+    pointers = sums_ptr + tile_m * (HALVES * K) + k
+    stored = (tile_m * tiles[0].shape[0] < M) & (k < K)
     if HALVES == 2:
         first, last = sum_group_of_two(tiles[0].to(tl.float32), tiles[1].to(tl.float32))
         tl.store(pointers, first, mask=stored)
@@ -82,7 +83,7 @@ def _cast_kernel(
     tiles_k = tl.maximum(tl.cdiv(K_padded - K_before, BLOCK_K), 1)
     tile_m = program // tiles_k
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)[None, :]
-    if BIAS and HALVES == 2:  # eight columns a thread: with more, the rows of a sum lie in several warps
+    if BIAS and HALVES == 2:  # eight neighbours a thread: with more, rows that it is to add lie in several warps
         row, column = tl.max_contiguous(row, [8, 1]), tl.max_contiguous(column, [1, 8])
     m, k = tile_m * BLOCK_M + row, program % tiles_k * BLOCK_K + column
     EARLY: tl.constexpr = (amax_ptr is not None) and HALVES == 1 and not BIAS  # elsewhere no registers are left for it
@@ -165,8 +166,7 @@ def _config(source: SourceSpec, tensors: Tensors, transposing: bool, summing: bo
     if not (transposing or summing):
         return ROW_ONLY
     if not isinstance(source, Plain):
-        by_rows = all(x.stride(1) == 1 for x in tensors if x.ndim == 2)
-        return computed_config(source.halves, wide=is_wide(tensors), by_rows=by_rows, summing=summing)
+        return computed_config(source.halves, wide=is_wide(tensors), by_rows=is_by_rows(tensors), summing=summing)
     x_MK = tensors[0]
     return TRANSPOSING if x_MK.shape[1] % 16 == 0 and 1 in x_MK.stride() else TRANSPOSING_SCATTERED
 

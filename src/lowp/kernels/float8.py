@@ -10,7 +10,8 @@ becomes NaN: what is not finite stays visible, and the rest keeps the scale of t
 The reference clamps first, since torch's casts differ between versions; PTX defines that `cvt.rn.satfinite` clamps.
 
 Shape legend: P = parts of amax (see lowp.kernels.amax).
-Source: OCP 8-bit Floating Point Specification (OFP8), rev 1.0; current scaling of NVIDIA Transformer Engine 2.20.
+Source: OCP 8-bit Floating Point Specification (OFP8), rev 1.0; current scaling of NVIDIA Transformer Engine 2.20; PTX
+ISA 8.7, cvt (tests/kernels/test_cast.py compares every 16-bit value, far out of range too).
 """
 
 from __future__ import annotations

@@ -281,15 +281,20 @@ def produce_ref(source: Source) -> Tensor:
     return source.spec.produce_ref(source.tensors)
 
 
+def is_wide(tensors: Tensors) -> bool:
+    """Whether a matrix is fp32, so that a tile takes more registers."""
+    return any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors)
+
+
+def is_by_rows(tensors: Tensors) -> bool:
+    """Whether the rows of all matrices are contiguous."""
+    return all(x.stride(1) == 1 for x in tensors if x.ndim == 2)
+
+
 def check_count(op: str, tensors: Tensors, count: int) -> None:
     """Raise unless a source has so many tensors."""
     if len(tensors) != count:
         fail(op, f"this source is made of {count} tensors", got=len(tensors))
-
-
-def is_wide(tensors: Tensors) -> bool:
-    """Whether a matrix is fp32, so that a tile takes more registers."""
-    return any(x.dtype == torch.float32 and x.ndim == 2 for x in tensors)
 
 
 def check_matrix(op: str, name: str, x: Tensor) -> None:
